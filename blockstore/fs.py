@@ -1,0 +1,230 @@
+"""The one narrow door to the file system.
+
+Every file of a store is reached through a `FileSystem`, so that tests can stand a double in its place: one that
+records, one that fails at the k-th call, one that forgets what was never synced. What differs between platforms is
+decided here, by capability: a stronger fsync where the kernel offers one, the name under which locks are taken.
+"""
+
+import errno
+import fcntl
+import os
+import stat
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+FILE_MODE: Final = 0o600
+DIR_MODE: Final = 0o700
+_FULL_SYNC: Final[int | None] = getattr(fcntl, "F_FULLFSYNC", None)
+# O_NONBLOCK: opening a FIFO that somebody put in a file's place must not hang; regular files ignore it.
+_READ: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+_CREATE: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+class NotRegular(OSError):
+    """Something other than a regular file stands under a file's name (a link, a directory, a FIFO)."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(errno.EINVAL, "not a regular file", path)
+
+
+class FileSystem:
+    """Plain calls on paths and descriptors. Raises OSError as the kernel does; never follows a link in a last name."""
+
+    def open_read(self, path: str) -> int:
+        """Open a regular file for reading; the caller closes the descriptor. Raises NotRegular for anything else."""
+        try:
+            fd = os.open(path, _READ)
+        except OSError as error:
+            if error.errno in (errno.ELOOP, errno.EMLINK, errno.ENXIO):
+                raise NotRegular(path) from None
+            raise
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            os.close(fd)
+            raise NotRegular(path)
+        return fd
+
+    def read_into(self, fd: int, buffer: memoryview, offset: int) -> int:
+        """Fill `buffer` from `offset` on; how many bytes there were (fewer only at the end of the file)."""
+        done = 0
+        while done < len(buffer):
+            count = os.preadv(fd, [buffer[done:]], offset + done)
+            if count == 0:
+                break
+            done += count
+        return done
+
+    def read_file(self, path: str, limit: int) -> bytes:
+        """The file's bytes, at most `limit` of them."""
+        fd = self.open_read(path)
+        try:
+            size = min(os.fstat(fd).st_size, limit)
+            buffer = bytearray(size)
+            return bytes(buffer[: self.read_into(fd, memoryview(buffer), 0)])
+        finally:
+            os.close(fd)
+
+    def size_of(self, path: str) -> int | None:
+        """The size of a regular file, or None where none stands there."""
+        try:
+            status = os.lstat(path)
+        except FileNotFoundError:
+            return None
+        return status.st_size if stat.S_ISREG(status.st_mode) else None
+
+    def size(self, fd: int) -> int:
+        return os.fstat(fd).st_size
+
+    def extend(self, path: str, size: int) -> None:
+        """Let a file reach to `size` bytes; what is new reads as zeros. Never shortens."""
+        if os.stat(path).st_size < size:
+            os.truncate(path, size)
+
+    def exists(self, path: str) -> bool:
+        return os.path.lexists(path)
+
+    def write_new(self, path: str, parts: Sequence[bytes | memoryview], *, sync: bool = False) -> None:
+        """Create `path`, which must not exist, with the bytes of `parts`. A failure leaves no file behind."""
+        fd = os.open(path, _CREATE, FILE_MODE)
+        try:
+            for part in parts:
+                self.write_all(fd, memoryview(part))
+            if sync:
+                self.sync_fd(fd)
+        except BaseException:
+            os.close(fd)
+            os.unlink(path)
+            raise
+        os.close(fd)
+
+    def write_all(self, fd: int, data: memoryview) -> None:
+        while data:
+            data = data[os.write(fd, data) :]
+
+    def sync_fd(self, fd: int) -> None:
+        """Make a file's bytes durable, through the drive's own cache where the platform has a call for that."""
+        if _FULL_SYNC is not None:
+            try:
+                fcntl.fcntl(fd, _FULL_SYNC)
+                return
+            except OSError as error:  # not every file system takes it
+                if error.errno not in (errno.ENOTSUP, errno.EINVAL, errno.ENOTTY):
+                    raise
+        os.fsync(fd)
+
+    def sync_file(self, path: str) -> None:
+        fd = self.open_read(path)
+        try:
+            self.sync_fd(fd)
+        finally:
+            os.close(fd)
+
+    def sync_dir(self, path: str) -> None:
+        """Make the names in a directory durable."""
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            self.sync_fd(fd)
+        finally:
+            os.close(fd)
+
+    def rename(self, source: str, target: str) -> None:
+        os.rename(source, target)
+
+    def unlink(self, path: str) -> bool:
+        """Remove a name; False where it was gone already."""
+        try:
+            os.unlink(path)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def make_dir(self, path: str) -> bool:
+        """Create a directory; False where it stands already."""
+        try:
+            os.mkdir(path, DIR_MODE)
+        except FileExistsError:
+            return False
+        return True
+
+    def remove_dir(self, path: str) -> None:
+        """Remove an empty directory; one that is gone or not empty is left alone."""
+        try:
+            os.rmdir(path)
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST):
+                raise
+
+    def names(self, path: str) -> Iterator[str]:
+        """The names in a directory, unsorted; none where the directory does not exist."""
+        try:
+            entries = os.scandir(path)
+        except FileNotFoundError:
+            return
+        with entries:
+            for entry in entries:
+                yield entry.name
+
+    def open_lock(self, path: str) -> int:
+        """Open a lock file, creating it. Locks belong to the descriptor, so the process's death frees them."""
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, FILE_MODE)
+
+    def try_lock(self, fd: int, *, exclusive: bool) -> bool:
+        try:
+            fcntl.flock(fd, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+                return False
+            raise
+        return True
+
+    def close(self, fd: int) -> None:
+        os.close(fd)
+
+    def lock(self, fd: int) -> None:
+        """Wait for an exclusive lock."""
+        fcntl.flock(fd, fcntl.LOCK_EX)
+
+    def unlock(self, fd: int) -> None:
+        fcntl.flock(fd, fcntl.LOCK_UN)
+
+    def same_file(self, fd: int, path: str) -> bool:
+        """True while `path` still names the file that `fd` has open."""
+        try:
+            return os.path.samestat(os.fstat(fd), os.lstat(path))
+        except FileNotFoundError:
+            return False
+
+    def allocated(self, path: str) -> int:
+        """Bytes that a file or directory takes on the disk, as du counts them; 0 where nothing stands there."""
+        try:
+            return os.lstat(path).st_blocks * 512
+        except FileNotFoundError:
+            return 0
+
+    def tree_bytes(self, path: str) -> int:
+        """Bytes on the disk of a directory and all that is in it, as du counts them; follows no link."""
+        total = self.allocated(path)
+        try:
+            entries = list(os.scandir(path))
+        except (FileNotFoundError, NotADirectoryError):
+            return total
+        for entry in entries:
+            if entry.is_dir(follow_symlinks=False):
+                total += self.tree_bytes(entry.path)
+            else:
+                total += self.allocated(entry.path)
+        return total
+
+    def free_bytes(self, path: str) -> tuple[int, int]:
+        """(free, total) bytes of the file system that holds `path`, or its nearest existing parent."""
+        while not os.path.exists(path):
+            path = os.path.dirname(path) or "/"
+        status = os.statvfs(path)
+        return status.f_bavail * status.f_frsize, status.f_blocks * status.f_frsize
+
+    def allocation_unit(self, path: str) -> int:
+        return os.statvfs(path).f_frsize or 4096
+
+
+def is_full(error: OSError) -> bool:
+    """True where an error means that no room is left, on the disk or in the user's quota."""
+    return error.errno in (errno.ENOSPC, errno.EDQUOT)
