@@ -1,0 +1,171 @@
+"""Byte views of arrays, and arrays that are filled in place. The one room here that touches array memory.
+
+Everything that calls mlx runs on the caller's thread; the views returned are plain numpy, for the worker threads.
+"""
+
+import json
+import struct
+import threading
+from collections.abc import Iterator, Sequence
+from math import prod
+from typing import Any, Final, cast
+
+import numpy as np
+
+from kvcodecs.backend import mx
+from kvcodecs.entry import DTYPES
+
+_UNSIGNED: Final = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
+# safetensors names of the dtypes, by FORMAT code; float64 has none that mx.load would take.
+_SAFETENSORS: Final = ("BOOL", "U8", "U16", "U32", "U64", "I8", "I16", "I32", "I64", "F16", "F32", None, "BF16", "C64")
+_PROBE_BYTES: Final = 64 << 10
+_PATTERN: Final = 0xA5
+
+ByteArray = np.ndarray[Any, np.dtype[Any]]
+
+
+def dtype_of(code: int) -> mx.Dtype:
+    """The mlx dtype of a FORMAT code."""
+    dtype: mx.Dtype = getattr(mx, "bool_" if DTYPES[code][0] == "bool" else DTYPES[code][0])
+    return dtype
+
+
+def host_views(arrays: Sequence[mx.array]) -> list[ByteArray]:
+    """Read-only numpy views of the arrays' own memory, as unsigned integers of the same item size, evaluated.
+
+    No copy: strides are kept. Each view keeps its memory alive and unchanged, whatever becomes of the array that was
+    passed in. Call on the thread that made the arrays. On a device whose memory the host does not share the arrays are
+    copied to the host first, since viewing them there would move the live buffers.
+    """
+    stream = mx.cpu if _device_memory() else None
+    views = [_distinct(array, stream) for array in arrays]
+    mx.eval(views)
+    return [_numpy(view, writable=False) for view in views]
+
+
+def writable_view(array: mx.array) -> ByteArray:
+    """A numpy view of all of `array`'s memory as unsigned integers, for filling it before anybody reads it."""
+    view = array.view(_UNSIGNED[array.itemsize])
+    mx.eval(view)
+    return _numpy(view, writable=True)
+
+
+def unfilled(shape: Sequence[int], code: int) -> mx.array:
+    """A new array of `shape` and dtype code, to be filled through writable_view(); it may hold anything until then.
+
+    Where the device allows, its memory is not touched before it is filled: one pass less over it. Otherwise zeros.
+    """
+    if _SAFETENSORS[code] is None or prod(shape) == 0 or not _can_fill_in_place():
+        array = mx.zeros(tuple(shape), dtype=dtype_of(code))
+        mx.eval(array)
+        return array
+    return _untouched(shape, code)
+
+
+def flat_views(array: ByteArray, start: int, stop: int) -> Iterator[ByteArray]:
+    """Views of `array` that cover elements start … stop of its C order, whatever its strides; in that order."""
+    if stop <= start:
+        return
+    if array.ndim <= 1 or array.flags.c_contiguous:
+        yield array.reshape(-1)[start:stop]
+        return
+    row = prod(array.shape[1:])
+    first, last = -(-start // row), stop // row
+    if first > last:
+        yield from flat_views(array[start // row], start % row, stop - start // row * row)
+        return
+    if start % row:
+        yield from flat_views(array[first - 1], start % row, row)
+    if first < last:
+        yield array[first:last]
+    if stop % row:
+        yield from flat_views(array[last], 0, stop % row)
+
+
+class Scratch(threading.local):
+    """One buffer for each thread, grown to the largest block it was asked for."""
+
+    def __init__(self) -> None:
+        self._buffer: ByteArray = np.empty(0, np.uint8)
+
+    def take(self, size: int) -> ByteArray:
+        """`size` bytes of this thread's buffer; what the last call returned is overwritten."""
+        if len(self._buffer) < size:
+            self._buffer = np.empty(size, np.uint8)
+        return self._buffer[:size]
+
+
+def _distinct(array: mx.array, stream: Any) -> mx.array:
+    if stream is not None:
+        array = mx.contiguous(array, stream=stream)
+    return array.view(_UNSIGNED[array.itemsize], stream=stream)
+
+
+def _numpy(view: mx.array, *, writable: bool) -> ByteArray:
+    result = np.asarray(memoryview(cast(Any, view))) if view.size else np.empty(view.shape, f"u{view.itemsize}")
+    result.flags.writeable = writable
+    return result
+
+
+def _device_memory() -> bool:
+    """True where arrays live in memory that the host does not share (CUDA)."""
+    return bool(mx.default_device().type == mx.DeviceType.gpu and not mx.metal.is_available())
+
+
+class _HeaderOnly:
+    """A virtual safetensors file: its header, and tensor bytes that readinto claims to have read without touching.
+
+    mx.load reads with its own threads, so nothing here may raise or log.
+    """
+
+    def __init__(self, header: bytes, size: int) -> None:
+        self._header, self._size, self._position = header, size, 0
+        self.closed = False
+
+    def readinto(self, buffer: memoryview) -> int:
+        header = self._header[self._position : self._position + len(buffer)]
+        buffer[: len(header)] = header
+        self._position += len(buffer)
+        return len(buffer)
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        self._position = offset + (0, self._position, self._size)[whence]
+        return self._position
+
+    def tell(self) -> int:
+        return self._position
+
+
+def _untouched(shape: Sequence[int], code: int) -> mx.array:
+    size = prod(shape) * DTYPES[code][1]
+    table = {"a": {"dtype": _SAFETENSORS[code], "shape": list(shape), "data_offsets": [0, size]}}
+    text = json.dumps(table).encode()
+    text += b" " * (-len(text) % 8)
+    file = _HeaderOnly(struct.pack("<Q", len(text)) + text, 8 + len(text) + size)
+    loaded: Any = mx.load(cast(Any, file), format="safetensors", stream=mx.cpu)
+    array: mx.array = loaded["a"]
+    mx.eval(array)
+    return array
+
+
+_probed: bool | None = None
+
+
+def _can_fill_in_place() -> bool:
+    """Whether a pattern written through the view of an unfilled array is what an op on the default device reads."""
+    global _probed  # asked once a process: the answer is the platform's
+    if _probed is None:
+        _probed = _probe()
+    return _probed
+
+
+def _probe() -> bool:
+    if _device_memory():
+        return False
+    try:
+        array = _untouched((_PROBE_BYTES,), 1)
+        view = writable_view(array)
+        view[...] = _PATTERN
+        return bool(view.flags.c_contiguous and mx.all(array == _PATTERN).item())
+    except (RuntimeError, ValueError, TypeError, BufferError):
+        return False

@@ -1,0 +1,339 @@
+"""The command: look at a store, remove from it, collect, check, repair.
+
+Nothing here imports mlx or numpy, but for the demo, and rich only where a bar is drawn.
+"""
+
+import sys
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import typer
+
+from . import cli_views as views
+from .cli_exit import MEANINGS, Code, MissingPackage, code_of, one_line, warn
+from .cli_ids import is_id_like, resolve
+from .cli_run import DEFAULT_ROOT, ROOT_VARIABLE, Options, Run, options_before, running
+from .errors import BlockstoreError, EntryGone, InvalidInput, StoreBroken
+from .fs import FileSystem
+from .layout import Layout, open_layout
+from .store import Entry, Store
+
+# What reads headers is imported by the commands that do: it is a good part of the time of those that do not.
+if TYPE_CHECKING:
+    from . import report
+    from .check import Report
+    from .collect import Progress
+    from .records import Header
+
+_HELP: Final = """Look after a store of LLM prompt caches.
+
+\b
+Examples:
+  blockstore stats                     how much is stored, shared and free
+  blockstore ls --limit 10             the entries used last
+  blockstore show 3f2a                 one entry, by the first digits of its id
+  blockstore show ./chat.mlxkv         any cache file, in a store or not
+  blockstore rm 3f2a 91bc              remove entries ...
+  blockstore gc                        ... and give their space back
+  blockstore check --deep              read everything and compare
+  blockstore --root /data/kv gc --dry-run --json
+"""
+_EPILOG: Final = "\b\nExit codes:\n" + "\n".join(f"  {code.value:<4} {text}" for code, text in MEANINGS.items())
+_ROOT_HELP: Final = f"The store's directory. [${ROOT_VARIABLE}, else {DEFAULT_ROOT}]"
+_JSON_HELP: Final = "Print JSON, errors too."
+_DEMO_PACKAGES: Final = ("mlx", "mlx_lm", "transformers")
+
+Root = Annotated[str | None, typer.Option("--root", metavar="DIR", help=_ROOT_HELP, show_default=False)]
+Json = Annotated[bool, typer.Option("--json", help=_JSON_HELP)]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Change nothing; print what would be done.")]
+
+app = typer.Typer(
+    name="blockstore",
+    help=_HELP,
+    epilog=_EPILOG,
+    add_completion=False,
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def main() -> None:
+    """The console script."""
+    for stream in (sys.stdout, sys.stderr):
+        # A model's name must not stop a listing where the terminal's encoding lacks a letter.
+        stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # a TextIOWrapper in a process
+    try:
+        app(prog_name="blockstore")
+    except KeyboardInterrupt:
+        sys.exit(Code.INTERRUPTED)
+
+
+def _print_version(wanted: bool) -> None:
+    if not wanted:
+        return
+    from importlib import metadata
+
+    try:
+        version = metadata.version("mlx-blockstore")
+    except metadata.PackageNotFoundError:
+        version = "(not installed)"
+    typer.echo(f"blockstore {version}")
+    raise typer.Exit(Code.OK)
+
+
+@app.callback()
+def _before(
+    context: typer.Context,
+    root: Root = None,
+    as_json: Json = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and leave.")
+    ] = False,
+) -> None:
+    context.obj = Options(root, as_json)
+
+
+@app.command()
+def stats(context: typer.Context, root: Root = None, as_json: Json = False) -> None:
+    """Print how much the store holds, shares and may take."""
+    with running(context, root, as_json) as run, run.open() as store:
+        found = store.stats()
+        run.show(lambda: views.stats_json(found), lambda: views.stats_lines(found))
+
+
+@app.command()
+def ls(
+    context: typer.Context,
+    limit: Annotated[
+        int | None, typer.Option("--limit", metavar="N", min=0, help="Print only the N used last.", show_default=False)
+    ] = None,
+    root: Root = None,
+    as_json: Json = False,
+) -> None:
+    """List the entries, the one used last first."""
+    with running(context, root, as_json) as run, run.open() as store:
+        found = store.entries()
+        shown = found[:limit]
+        run.show(
+            lambda: views.entries_json(shown, len(found)),
+            lambda: views.entries_lines(shown, [entry.entry_id for entry in found], _now_ms()),
+        )
+
+
+@app.command()
+def show(
+    context: typer.Context,
+    entry: Annotated[
+        str, typer.Argument(metavar="ENTRY", help="The first digits of an entry's id, or the path of a .mlxkv file.")
+    ],
+    tokens: Annotated[bool, typer.Option("--tokens", help="Print the token ids, too.")] = False,
+    root: Root = None,
+    as_json: Json = False,
+) -> None:
+    """Describe an entry or a file.
+
+    What removing the entry would give back is known before it is done. A .mlxkv file may stand anywhere.
+    """
+    from . import report
+
+    with running(context, root, as_json) as run:
+        if not is_id_like(entry):
+            header = _header_of_file(entry)
+            _show(run, header, report.describe(header, entry), None, None, tokens=tokens)
+            return
+        with run.open() as store:
+            found = resolve(store.entries(), entry)
+            path, header = report.read_entry(store.rooms, found.entry_id)
+            space = report.space(store.rooms, [found.entry_id])
+        _show(run, header, report.describe(header, path), found, space, tokens=tokens)
+
+
+def _header_of_file(path: str) -> "Header":
+    from . import report
+
+    try:
+        return report.read_file(FileSystem(), path)
+    except (FileNotFoundError, NotADirectoryError):
+        hint = "An id has only the digits 0-9 and a-f; anything else is taken for a path."
+        raise InvalidInput("there is no such file, and this is no entry id", path=path, hint=hint) from None
+
+
+def _show(
+    run: Run,
+    header: "Header",
+    found: "report.Description",
+    entry: Entry | None,
+    space: "report.Space | None",
+    *,
+    tokens: bool,
+) -> None:
+    ids = header.tokens
+    run.show(
+        lambda: {**views.description_json(found, entry, space), **({"tokens": ids} if tokens else {})},
+        lambda: [
+            *views.description_lines(found, entry, space, _now_ms()),
+            *(["", " ".join(map(str, ids))] if tokens else []),
+        ],
+    )
+
+
+@app.command()
+def rm(
+    context: typer.Context,
+    entries: Annotated[list[str], typer.Argument(metavar="ENTRY...", help="Ids, or the first digits of them.")],
+    dry_run: DryRun = False,
+    root: Root = None,
+    as_json: Json = False,
+) -> None:
+    """Remove entries. Their space comes back with the next gc."""
+    from . import report
+
+    with running(context, root, as_json) as run, run.open() as store:
+        chosen, failed = _choose(store.entries(), entries)
+        space = report.space(store.rooms, chosen)
+        removed = list(chosen) if dry_run else [one for one in chosen if _remove(store, one, failed)]
+        run.show(
+            lambda: {
+                "dry_run": dry_run,
+                "removed": removed,
+                "collectable_bytes": space.unique_bytes,
+                "failed": [{"entry": text, **_error_json(error)} for text, error in failed.items()],
+            },
+            lambda: views.removal_lines([chosen[one] for one in removed], space, dry_run=dry_run),
+        )
+        if failed and not run.as_json:
+            for error in failed.values():
+                warn(one_line(error.message, error.facts))
+        if failed:
+            raise typer.Exit(Code.FOUND)
+
+
+def _choose(entries: Sequence[Entry], texts: Sequence[str]) -> tuple[dict[str, Entry], dict[str, BlockstoreError]]:
+    """What `texts` name, each entry once, by id; and why some name nothing."""
+    chosen: dict[str, Entry] = {}
+    failed: dict[str, BlockstoreError] = {}
+    for text in texts:
+        try:
+            entry = resolve(entries, text)
+        except (EntryGone, InvalidInput) as error:
+            failed[text] = error
+        else:
+            chosen[entry.entry_id] = entry
+    return chosen, failed
+
+
+def _remove(store: Store, entry_id: str, failed: dict[str, BlockstoreError]) -> bool:
+    try:
+        store.remove(entry_id)
+    except EntryGone as error:  # another process was faster
+        failed[entry_id] = error
+        return False
+    return True
+
+
+def _error_json(error: BlockstoreError) -> dict[str, Any]:
+    return {"code": error.code, "message": error.message, "exit_code": code_of(error)}
+
+
+@app.command()
+def gc(
+    context: typer.Context,
+    dry_run: DryRun = False,
+    full: Annotated[
+        bool, typer.Option("--full", help="Also compare every header with the index, and sweep files nobody knows.")
+    ] = False,
+    root: Root = None,
+    as_json: Json = False,
+) -> None:
+    """Collect what nothing refers to, while others use the store."""
+    with running(context, root, as_json) as run, run.open() as store:
+        with run.progress("collecting") as progress:
+            plan = store.gc(dry_run=dry_run, full=full, progress=progress)
+        run.show(
+            lambda: views.plan_json(plan, dry_run=dry_run, full=full), lambda: views.plan_lines(plan, dry_run=dry_run)
+        )
+        if plan.count("sweep"):  # an unreadable header stopped it
+            raise typer.Exit(Code.FOUND)
+
+
+@app.command("check")
+def check_(
+    context: typer.Context,
+    deep: Annotated[bool, typer.Option("--deep", help="Read every block and compare its digest.")] = False,
+    mend: Annotated[
+        bool,
+        typer.Option("--repair", help="Rebuild the index, set aside what is damaged. Nobody may have the store open."),
+    ] = False,
+    root: Root = None,
+    as_json: Json = False,
+) -> None:
+    """Look for damage; with --repair, mend it.
+
+    Every header, block and row of the index is compared with the others. Leftovers of a crash are no damage.
+    """
+    with running(context, root, as_json) as run:
+        with run.progress("repairing" if mend else "checking") as progress:
+            found = (_repair if mend else _check)(run, deep, progress)
+        run.show(lambda: views.report_json(found, repaired=mend), lambda: views.report_lines(found, repaired=mend))
+        if not found.is_clean:
+            raise typer.Exit(Code.FOUND)
+
+
+def _check(run: Run, deep: bool, progress: "Progress") -> "Report":
+    from .check import check
+
+    try:
+        with run.open() as store:
+            return check(store.rooms.layout, store.rooms, deep=deep, progress=progress)
+    except StoreBroken:  # the index went bad under our hands; where it is store.json, this raises it again
+        return check(_layout(run), None, deep=deep, progress=progress)
+
+
+def _repair(run: Run, deep: bool, progress: "Progress") -> "Report":
+    from .check import repair
+
+    return repair(_layout(run), deep=deep, progress=progress)
+
+
+def _layout(run: Run) -> Layout:
+    found = open_layout(FileSystem(), run.root)
+    if found is None:
+        raise InvalidInput("there is no store here", path=run.root, hint="Name the root of a store.")
+    return found
+
+
+@app.command()
+def demo(
+    context: typer.Context,
+    root: Annotated[
+        str | None,
+        typer.Option("--root", metavar="DIR", help="Where to put the demo's store; else a temporary directory."),
+    ] = None,
+) -> None:
+    """Save, share, restore and collect a small model's caches. Needs mlx and mlx-lm."""
+    before = options_before(context)
+    # The environment's root is left alone: the demo empties the store that it uses.
+    with running(context, root, before.as_json):
+        code = _run_demo(root if root is not None else before.root)
+    raise typer.Exit(code)
+
+
+def _run_demo(root: str | None) -> int:
+    try:
+        from .demo import run
+
+        return run(root)
+    except ImportError as error:
+        package = (error.name or "").split(".")[0]
+        if package not in _DEMO_PACKAGES and "libmlx" not in str(error):
+            raise
+        extras = "mlx-lm" if sys.platform == "darwin" else "cpu,mlx-lm"
+        hint = f'Install what is missing: pip install "mlx-blockstore[{extras}]"'
+        raise MissingPackage(f"the demo needs mlx and mlx-lm: {error}", hint=hint) from error
+
+
+def _now_ms() -> int:
+    return time.time_ns() // 1_000_000

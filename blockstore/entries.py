@@ -1,0 +1,120 @@
+"""The entries/ directory: header files, and the index row that each of them implies.
+
+The headers are the truth; this is the one place that says what the index must hold for one.
+"""
+
+import os
+from collections.abc import Iterator, Sequence
+from hashlib import sha256
+from typing import Final
+
+import msgspec
+
+from kvcodecs import geometry
+from kvcodecs.entry import HeaderEntry, leaves
+
+from .errors import CorruptEntry
+from .fs import NotRegular
+from .header import decode_header
+from .index_rows import EntryRow
+from .layout import HEADER_SUFFIX
+from .leases import is_id
+from .prefixes import pack_tokens
+from .records import Header, blocks_of, scope_of, slots_of
+from .rooms import Rooms
+
+_LIMIT_BYTES: Final = (32 << 20) + 4096
+
+
+class Implied(msgspec.Struct, frozen=True):
+    """What the index must hold for a header: its row, its tokens (u32 LE), and the size of each block it names."""
+
+    row: EntryRow
+    tokens: bytes
+    sizes: dict[bytes, int]
+
+
+def files(rooms: Rooms) -> Iterator[tuple[str, str]]:
+    """(entry id, scope) of every file under entries/ that has the name of a header."""
+    folder = rooms.layout.entries_folder
+    for scope in rooms.fs.names(folder):
+        if is_id(scope):
+            for name in rooms.fs.names(os.path.join(folder, scope)):
+                stem = name.removesuffix(HEADER_SUFFIX)
+                if stem != name and is_id(stem):
+                    yield stem, scope
+
+
+def read(rooms: Rooms, entry_id: str, scope: str) -> Header:
+    """The header of an entry, checked to belong where it stands. Raises CorruptEntry, UnsupportedFormat, OSError."""
+    path = rooms.layout.header_path(scope, entry_id)
+    try:
+        data = rooms.fs.read_file(path, _LIMIT_BYTES)
+    except FileNotFoundError:
+        raise CorruptEntry("the header is missing", path=path, entry_id=entry_id) from None
+    except NotRegular:
+        raise CorruptEntry("something other than a file stands in the header's place", path=path) from None
+    header = decode_header(data, path=path)
+    found = header_scope(header)
+    if found != scope:
+        raise CorruptEntry("the header is of another identity", path=path, expected=scope, found=found)
+    hash_name = header.block_hash or "sha256"
+    if hash_name != rooms.blocks.hash_name:
+        raise CorruptEntry("blocks of another hash", path=path, expected=rooms.blocks.hash_name, found=hash_name)
+    return header
+
+
+def read_known(rooms: Rooms, entry_id: str, row: EntryRow) -> Header:
+    """The header of an entry that the index knows, checked to be that entry's."""
+    header = read(rooms, entry_id, row.scope)
+    if equal_key(row.scope, pack_tokens(header.tokens)) != row.equal:
+        path = rooms.layout.header_path(row.scope, entry_id)
+        raise CorruptEntry("the header is another entry's", path=path, entry_id=entry_id)
+    return header
+
+
+def examine(rooms: Rooms, entry_id: str, scope: str) -> Implied:
+    """Read a header and say what the index must hold for it. Raises as read()."""
+    header = read(rooms, entry_id, scope)
+    size = rooms.fs.size_of(rooms.layout.header_path(scope, entry_id)) or 0
+    return Implied(implied_row(header, size), pack_tokens(header.tokens), block_sizes(header))
+
+
+def implied_row(header: Header, header_bytes: int, *, pinned: bool = False) -> EntryRow:
+    scope = header_scope(header)
+    return EntryRow(
+        scope=scope,
+        equal=equal_key(scope, pack_tokens(header.tokens)),
+        token_count=len(header.tokens),
+        logical_bytes=sum(slot.bytes for slot in slots_of(header)),
+        header_bytes=header_bytes,
+        created_at_ms=header.created_at,
+        shortens=geometry.list_shortens(header.caches) and not header.attachments,
+        minimum_reusable=max(map(geometry.minimum_reusable, header.caches), default=0),
+        kinds=kinds_of(header.caches),
+        model_id=header.model_id,
+        ns=header.ns,
+        pinned=pinned,
+    )
+
+
+def header_scope(header: Header) -> str:
+    return scope_of(header.model_id, header.config_fingerprint, header.tokenizer_hash, header.ns, header.codec_provider)
+
+
+def equal_key(scope: str, packed: bytes) -> bytes:
+    """What two entries of equal identity and tokens share, and no others."""
+    return sha256(bytes.fromhex(scope) + packed).digest()[:16]
+
+
+def kinds_of(caches: Sequence[HeaderEntry]) -> str:
+    """The kinds of the leaves with their numbers, as listings show them: "kv×4, arrays×12"."""
+    counts: dict[str, int] = {}
+    for entry in leaves(caches):
+        counts[entry.kind] = counts.get(entry.kind, 0) + 1
+    return ", ".join(f"{kind}×{count}" for kind, count in counts.items())
+
+
+def block_sizes(header: Header) -> dict[bytes, int]:
+    """Every block that the header names, once, in order, with its size in bytes."""
+    return {bytes.fromhex(name): size for name, size in blocks_of(header)}

@@ -1,0 +1,158 @@
+"""The directory of a store: which name stands for what, and how a new one is made."""
+
+import json
+import os
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+import msgspec
+
+from .blocks import Blocks
+from .digest import HASHERS
+from .errors import InvalidInput, StoreBroken, UnsupportedFormat
+from .fs import FileSystem
+from .leases import Leases
+
+FORMAT: Final = 1
+CONFIG_NAME: Final = "store.json"
+HEADER_SUFFIX: Final = ".mlxkv"
+SCOPE_HEX_DIGITS: Final = 32
+_CONFIG_LIMIT_BYTES: Final = 64 << 10
+_FOLDERS: Final = ("blocks", "entries", "index", "leases", "quarantine")
+_TAG: Final = (
+    b"Signature: 8a477f597d28d172789f06886806bc55\n"
+    b"# This directory is a cache made by blockstore. Backup programs may leave it out.\n"
+)
+
+Durability = Literal["full", "none"]
+
+
+class StoreConfig(msgspec.Struct, frozen=True, rename="camel"):
+    """What a store is for good, as store.json says it. `span` in tokens, `block_bytes` the size that blocks aim at.
+
+    `max_bytes` alone may change: the index has the value in force, this one serves a rebuild of the index.
+    """
+
+    format: int
+    block_hash: str
+    span: int
+    block_bytes: int
+    durability: Durability
+    max_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Paths and rooms of one store."""
+
+    root: str
+    config: StoreConfig
+    fs: FileSystem
+
+    @property
+    def blocks(self) -> Blocks:
+        return Blocks(self.fs, os.path.join(self.root, "blocks"), self.config.block_hash)
+
+    @property
+    def leases(self) -> Leases:
+        return Leases(self.fs, os.path.join(self.root, "leases"))
+
+    @property
+    def index_folder(self) -> str:
+        return os.path.join(self.root, "index")
+
+    @property
+    def entries_folder(self) -> str:
+        return os.path.join(self.root, "entries")
+
+    @property
+    def quarantine_folder(self) -> str:
+        return os.path.join(self.root, "quarantine")
+
+    @property
+    def lock_path(self) -> str:
+        return os.path.join(self.root, "store.lock")
+
+    @property
+    def durable(self) -> bool:
+        return self.config.durability == "full"
+
+    def header_path(self, scope: str, entry_id: str) -> str:
+        return os.path.join(self.entries_folder, scope, entry_id + HEADER_SUFFIX)
+
+
+def create(fs: FileSystem, root: str, config: StoreConfig) -> None:
+    """Make the directories of a new store. store.json is written last and by link-free rename: it is the store."""
+    _check_config(config, root)
+    os.makedirs(os.path.dirname(root) or "/", exist_ok=True)
+    fs.make_dir(root)
+    ours = {*_FOLDERS, "store.lock", "CACHEDIR.TAG", CONFIG_NAME}
+    strangers = sorted(name for name in set(fs.names(root)) - ours if not name.startswith("."))
+    if strangers:
+        raise InvalidInput(
+            "the directory is not empty and is not a store",
+            path=root,
+            found=strangers[0],
+            hint="Name a new or empty directory.",
+        )
+    for name in _FOLDERS:
+        fs.make_dir(os.path.join(root, name))
+    tag = os.path.join(root, "CACHEDIR.TAG")
+    if not fs.exists(tag):
+        fs.write_new(tag, [_TAG])
+
+
+def write_config(fs: FileSystem, root: str, config: StoreConfig) -> None:
+    path = os.path.join(root, CONFIG_NAME)
+    temporary = f"{path}.{os.getpid()}.tmp"
+    fs.unlink(temporary)
+    fs.write_new(temporary, [json.dumps(msgspec.to_builtins(config), indent=1).encode() + b"\n"], sync=True)
+    fs.rename(temporary, path)
+    fs.sync_dir(root)
+
+
+def read_config(fs: FileSystem, root: str) -> StoreConfig | None:
+    """The store's configuration, or None where no store stands at `root`. Raises UnsupportedFormat, StoreBroken."""
+    path = os.path.join(root, CONFIG_NAME)
+    try:
+        text = fs.read_file(path, _CONFIG_LIMIT_BYTES)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    try:
+        config = msgspec.json.decode(text, type=StoreConfig)
+    except msgspec.DecodeError as error:
+        raise _newer_or_broken(text, path, error) from error
+    _check_config(config, path)
+    return config
+
+
+def _newer_or_broken(text: bytes, path: str, error: Exception) -> Exception:
+    try:
+        raw: Any = msgspec.json.decode(text)
+    except msgspec.DecodeError:
+        raw = None
+    if isinstance(raw, dict) and isinstance(raw.get("format"), int) and raw["format"] > FORMAT:
+        return _newer(path, raw["format"])
+    return StoreBroken(f"store.json cannot be read: {error}", path=path, hint="Restore it from its documentation.")
+
+
+def _newer(path: str, found: object) -> UnsupportedFormat:
+    return UnsupportedFormat(
+        "the store was made by a newer release", path=path, expected=FORMAT, found=found, hint="Upgrade blockstore."
+    )
+
+
+def _check_config(config: StoreConfig, path: str) -> None:
+    if config.format != FORMAT:
+        raise _newer(path, config.format)
+    if config.block_hash not in HASHERS:
+        raise InvalidInput("unknown block hash", path=path, expected=sorted(HASHERS), found=config.block_hash)
+    if not 1 <= config.span <= 1 << 16 or config.span & (config.span - 1):
+        raise InvalidInput("span must be a power of two up to 65536", path=path, found=config.span)
+    if not 1 << 10 <= config.block_bytes <= 32 << 20:
+        raise InvalidInput("block_bytes must be from 1 KiB to 32 MiB", path=path, found=config.block_bytes)
+
+
+def open_layout(fs: FileSystem, root: str) -> Layout | None:
+    config = read_config(fs, root)
+    return Layout(root, config, fs) if config is not None else None

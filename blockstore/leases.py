@@ -1,0 +1,124 @@
+"""Leases: what an unfinished save holds, freed by the death of its process.
+
+leases/<id>/lock is kernel-locked by the live owner; the folder holds the owner's temporaries. The id becomes the
+entry's id: it is drawn once, never reused and never derived from contents.
+"""
+
+import os
+import secrets
+import weakref
+from collections.abc import Iterator
+
+from .fs import FileSystem
+
+ID_HEX_DIGITS = 32
+_LOCK = "lock"
+
+
+class Lease:
+    """A live lease of this process. Release it exactly once; its folder goes with it."""
+
+    def __init__(self, fs: FileSystem, folder: str, fd: int) -> None:
+        self._fs = fs
+        self._fd: int | None = fd
+        self.folder = folder
+        self.id = os.path.basename(folder)
+        _HELD.add(self)
+
+    def temporary(self, name: str) -> str:
+        return os.path.join(self.folder, name)
+
+    def release(self) -> None:
+        """Remove the folder and let go of the lock, in this order: nobody else may reap a folder while it is held."""
+        if self._fd is None:
+            return
+        fd, self._fd = self._fd, None
+        try:
+            _remove_folder(self._fs, self.folder)
+        finally:
+            self._fs.close(fd)
+
+    def forget(self) -> None:
+        """In a forked child: close the descriptor, which the parent still holds, and touch nothing."""
+        if self._fd is not None:
+            self._fs.close(self._fd)
+            self._fd = None
+
+
+class Leases:
+    def __init__(self, fs: FileSystem, directory: str) -> None:
+        self._fs = fs
+        self.directory = directory
+
+    def take(self) -> Lease:
+        """A new lease under an id that nobody had before."""
+        while True:
+            folder = os.path.join(self.directory, secrets.token_hex(ID_HEX_DIGITS // 2))
+            if self._fs.make_dir(folder):
+                lease = self._lock(folder)
+                if lease is not None:
+                    return lease
+
+    def ids(self) -> list[str]:
+        return [name for name in self._fs.names(self.directory) if is_id(name)]
+
+    def claim_dead(self, lease_id: str) -> Lease | None:
+        """The folder of a dead owner, locked by the caller; None while the owner lives. Releasing removes it.
+
+        A folder that is gone is made again for the while, so that a row without a folder can be reaped, too.
+        """
+        folder = os.path.join(self.directory, lease_id)
+        self._fs.make_dir(folder)
+        return self._lock(folder)
+
+    def has_live_owner(self, lease_id: str) -> bool:
+        """True where the lease's lock is held at this moment. A look only; claim_dead decides."""
+        path = os.path.join(self.directory, lease_id, _LOCK)
+        if not self._fs.exists(path):
+            return False
+        fd = self._fs.open_lock(path)
+        try:
+            return not self._fs.try_lock(fd, exclusive=True)
+        finally:
+            self._fs.close(fd)
+
+    def temporaries(self, lease_id: str) -> Iterator[str]:
+        folder = os.path.join(self.directory, lease_id)
+        for name in self._fs.names(folder):
+            yield os.path.join(folder, name)
+
+    def _lock(self, folder: str) -> Lease | None:
+        path = os.path.join(folder, _LOCK)
+        try:
+            fd = self._fs.open_lock(path)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        # Between opening and locking a collector may have removed the folder: the lock must be the one that stands.
+        if self._fs.try_lock(fd, exclusive=True) and self._fs.same_file(fd, path):
+            return Lease(self._fs, folder, fd)
+        self._fs.close(fd)
+        return None
+
+
+def is_id(name: str) -> bool:
+    """True for exactly 32 lower-case hex digits, the form of entry and lease ids."""
+    return len(name) == ID_HEX_DIGITS and not set(name) - set("0123456789abcdef")
+
+
+def _remove_folder(fs: FileSystem, folder: str) -> None:
+    for name in list(fs.names(folder)):
+        if name != _LOCK:
+            fs.unlink(os.path.join(folder, name))
+    fs.unlink(os.path.join(folder, _LOCK))
+    fs.remove_dir(folder)
+
+
+_HELD: "weakref.WeakSet[Lease]" = weakref.WeakSet()
+
+
+def _forget_all() -> None:
+    for lease in list(_HELD):
+        lease.forget()
+
+
+os.register_at_fork(after_in_child=_forget_all)

@@ -1,0 +1,203 @@
+"""What can be said of an entry or a file without loading it: what is in it, and what removing it would give back."""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import msgspec
+
+from kvcodecs import geometry
+from kvcodecs.entry import DTYPES, HeaderEntry, Slot
+
+from . import entries
+from .errors import CorruptEntry, EntryGone
+from .fs import FileSystem, NotRegular
+from .header import MAX_JSON_BYTES, PREFIX_BYTES, Header, blocks_of, decode_header, header_bytes, slots_of
+from .index_rows import split_digests, unpack_block, unpack_entry
+from .rooms import Rooms
+
+
+class Tensor(msgspec.Struct, frozen=True):
+    """One tensor: its name in the format document, its dtype, shape and length in bytes."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    bytes: int
+
+
+class Cache(msgspec.Struct, frozen=True):
+    """One cache of the list; `fields` is its geometry beside the offset, in the words of the header."""
+
+    kind: str
+    offset: int
+    fields: dict[str, Any]
+    tensors: tuple[Tensor, ...]
+    children: tuple["Cache", ...]
+    minimum_reusable_offset: int | None
+
+
+class Companion(msgspec.Struct, frozen=True):
+    """An attachment: its schema and tensors."""
+
+    schema: str
+    tensors: tuple[Tensor, ...]
+
+
+class Segments(msgspec.Struct, frozen=True):
+    """A group of tensors that are cut together: tokens a block, how many tensors, how many blocks."""
+
+    span: int
+    tensors: int
+    blocks: int
+
+
+class Description(msgspec.Struct, frozen=True):
+    """What a header says. `blocks` counts distinct ones; `block_bytes` is their sum; bytes are logical elsewhere."""
+
+    path: str
+    format_version: int
+    created_at_ms: int
+    model_id: str | None
+    config_fingerprint: str | None
+    tokenizer_hash: str | None
+    ns: str | None
+    codec_provider: str | None
+    made_with: dict[str, str] | None
+    block_hash: str | None
+    token_count: int
+    shortens: bool
+    minimum_reusable: int
+    kinds: str
+    logical_bytes: int
+    blocks: int
+    block_bytes: int
+    has_generation_checkpoint: bool
+    caches: tuple[Cache, ...]
+    attachments: tuple[Companion, ...]
+    groups: tuple[Segments, ...]
+
+
+class Space(msgspec.Struct, frozen=True):
+    """What removing some entries together does to the disk, as things stand: bytes as the disk counts them.
+
+    unique: the blocks that nothing else refers to, which become collectable. shared: those that stay. header_bytes:
+    the header files, which go at once.
+    """
+
+    unique_blocks: int
+    unique_bytes: int
+    shared_blocks: int
+    shared_bytes: int
+    header_bytes: int
+
+    @property
+    def removal_bytes(self) -> int:
+        """All that removing and collecting gives back."""
+        return self.unique_bytes + self.header_bytes
+
+
+def space(rooms: Rooms, entry_ids: Iterable[str]) -> Space:
+    """What removing these entries together would give back. Raises EntryGone where one of them is not there."""
+    named: Counter[bytes] = Counter()
+    headers = unique_blocks = unique_bytes = shared_blocks = shared_bytes = 0
+    with rooms.index.env.read() as txn:
+        for entry_id in set(entry_ids):
+            row = txn.get("entries", bytes.fromhex(entry_id))
+            if row is None:
+                raise EntryGone("there is no such entry", entry_id=entry_id)
+            headers += rooms.index.on_disk(unpack_entry(row).header_bytes)
+            named.update(split_digests(txn.get("digests", bytes.fromhex(entry_id)) or b""))
+        for digest, count in named.items():
+            value = txn.get("blocks", digest)
+            if value is None:
+                continue
+            block = unpack_block(value)
+            size = rooms.index.on_disk(block.size)
+            if block.refs == count:
+                unique_blocks, unique_bytes = unique_blocks + 1, unique_bytes + size
+            else:
+                shared_blocks, shared_bytes = shared_blocks + 1, shared_bytes + size
+    return Space(unique_blocks, unique_bytes, shared_blocks, shared_bytes, headers)
+
+
+def read_entry(rooms: Rooms, entry_id: str) -> tuple[str, Header]:
+    """Path and header of an entry. Raises EntryGone, CorruptEntry, UnsupportedFormat, OSError."""
+    row = rooms.index.entry(entry_id)
+    if row is None:
+        raise EntryGone("there is no such entry", entry_id=entry_id)
+    return rooms.layout.header_path(row.scope, entry_id), entries.read_known(rooms, entry_id, row)
+
+
+def read_file(fs: FileSystem, path: str) -> Header:
+    """The header of any .mlxkv file; its tensors are not read. Raises CorruptEntry, UnsupportedFormat, OSError."""
+    try:
+        fd = fs.open_read(path)
+    except NotRegular:
+        raise CorruptEntry("not a regular file", path=path) from None
+    try:
+        size = fs.size(fd)
+        prefix = _head(fs, fd, PREFIX_BYTES)
+        needed = header_bytes(prefix, path=path, file_size=size)
+        return decode_header(_head(fs, fd, min(needed, PREFIX_BYTES + MAX_JSON_BYTES)), path=path, file_size=size)
+    finally:
+        fs.close(fd)
+
+
+def describe(header: Header, path: str) -> Description:
+    """Put a header into the words of a listing."""
+    sizes = dict(blocks_of(header))
+    return Description(
+        path=path,
+        format_version=header.format_version,
+        created_at_ms=header.created_at,
+        model_id=header.model_id,
+        config_fingerprint=header.config_fingerprint,
+        tokenizer_hash=header.tokenizer_hash,
+        ns=header.ns,
+        codec_provider=header.codec_provider,
+        made_with=header.made_with,
+        block_hash=_block_hash(header),
+        token_count=len(header.tokens),
+        shortens=geometry.list_shortens(header.caches) and not header.attachments,
+        minimum_reusable=max(map(geometry.minimum_reusable, header.caches), default=0),
+        kinds=entries.kinds_of(header.caches),
+        logical_bytes=sum(slot.bytes for slot in slots_of(header)),
+        blocks=len(sizes),
+        block_bytes=sum(sizes.values()),
+        has_generation_checkpoint=header.generation_checkpoint is not None,
+        caches=tuple(map(_cache, header.caches)),
+        attachments=tuple(Companion(a.schema, _tensors(a.tensors, ())) for a in header.attachments),
+        groups=tuple(Segments(g.span, len(g.tensors), len(g.digests())) for g in header.segments or ()),
+    )
+
+
+def _head(fs: FileSystem, fd: int, count: int) -> bytes:
+    buffer = bytearray(count)
+    return bytes(buffer[: fs.read_into(fd, memoryview(buffer), 0)])
+
+
+def _block_hash(header: Header) -> str | None:
+    """None where the tensors stand in the file itself."""
+    cut = header.segments is not None or any(slot.blocks for slot in slots_of(header))
+    return (header.block_hash or "sha256") if cut else None
+
+
+def _cache(entry: HeaderEntry) -> Cache:
+    known = geometry.KINDS.get(entry.kind)
+    return Cache(
+        kind=entry.kind,
+        offset=entry.offset,
+        fields=dict(entry.fields),
+        tensors=_tensors(entry.tensors, (known.names if known is not None else None) or ()),
+        children=tuple(map(_cache, entry.children)),
+        minimum_reusable_offset=entry.minimum_reusable_offset,
+    )
+
+
+def _tensors(slots: Sequence[Slot], names: Sequence[str]) -> tuple[Tensor, ...]:
+    """Tensors under the names that their kind gives them, or under their numbers."""
+    named = names if len(names) == len(slots) else [str(number) for number in range(len(slots))]
+    return tuple(
+        Tensor(name, DTYPES[slot.dtype][0], slot.shape, slot.bytes) for name, slot in zip(named, slots, strict=True)
+    )

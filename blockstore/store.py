@@ -1,0 +1,388 @@
+"""The store: save, find, load, restore, remove, collect.
+
+Opening a store deletes nothing. What touches mlx is imported when it is first needed, so that the commands that only
+look or collect start without it.
+"""
+
+import os
+import threading
+from collections.abc import Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Final, Self
+
+import msgspec
+
+from . import collect, environment, layout, opening
+from .errors import CacheMiss, EntryGone, InvalidInput, StoreBroken, StoreBusy
+from .fs import FileSystem
+from .identity import Identity
+from .index import Index
+from .index_rows import EntryRow
+from .layout import Durability, StoreConfig
+from .leases import is_id
+from .prefixes import pack_tokens
+from .records import scope_of
+from .rooms import MARGINS, Rooms
+
+if TYPE_CHECKING:
+    from kvcodecs.algebra import CodecProvider
+
+    from .loading import Loaded
+    from .saving import Prepared, Saved
+
+DEFAULT_PROVIDER_ID: Final = "mlx-cache-v5"
+
+
+class Match(msgspec.Struct, frozen=True):
+    """What find() found: `length` tokens of the prompt can be served from an entry of `entry_length` tokens."""
+
+    entry_id: str
+    length: int
+    entry_length: int
+
+
+class Entry(msgspec.Struct, frozen=True):
+    """A committed entry as listings show it."""
+
+    entry_id: str
+    scope: str
+    model_id: str | None
+    ns: str | None
+    token_count: int
+    logical_bytes: int
+    header_bytes: int
+    created_at_ms: int
+    shortens: bool
+    minimum_reusable: int
+    kinds: str
+    pinned: bool
+
+
+class Stats(msgspec.Struct, frozen=True):
+    """Numbers of a store. logical_bytes: the tensors of all entries; physical_bytes: the whole directory, as du has it.
+
+    block_bytes counts blocks and headers by the index, each rounded up to the allocation unit.
+    """
+
+    root: str
+    entries: int
+    tokens: int
+    blocks: int
+    dead_blocks: int
+    unfinished_saves: int
+    unfinished_removals: int
+    logical_bytes: int
+    block_bytes: int
+    physical_bytes: int
+    max_bytes: int
+    free_bytes: int
+    block_hash: str
+    span: int
+    durability: str
+
+
+class Store:
+    """A block store in one directory, shared by any number of processes.
+
+    root: the directory; `~` is expanded; created with its parents unless create=False.
+    max_bytes: cap over every byte of the directory, kept in the store for all its users; default at creation: a tenth
+        of the disk, or what leaves 10 GiB free, whichever is less.
+    durability ("full" | "none"), hash ("blake3" | "sha256"), span (tokens), block_bytes: chosen at creation and kept;
+        naming another value for an existing store is InvalidInput.
+    provider: the codecs; default: our own classes and mlx-lm's.
+
+    Methods may be called from any thread, but save, prepare, load and restore touch mlx arrays, so they belong on the
+    thread that owns the caches. Raises StoreBusy, StoreBroken, UnsupportedFormat (a newer store), InvalidInput,
+    OSError.
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        *,
+        max_bytes: int | None = None,
+        durability: Durability | None = None,
+        hash: str | None = None,
+        span: int | None = None,
+        block_bytes: int | None = None,
+        create: bool = True,
+        provider: "CodecProvider | None" = None,
+        fs: FileSystem | None = None,
+    ) -> None:
+        if max_bytes is not None and (type(max_bytes) is not int or max_bytes <= 0):
+            raise InvalidInput("max_bytes must be a positive number of bytes", field="max_bytes", found=max_bytes)
+        wanted = {"durability": durability, "block_hash": hash, "span": span, "block_bytes": block_bytes}
+        self._fs = fs or FileSystem()
+        self._provider = provider
+        self.root = os.path.abspath(os.path.expanduser(os.fspath(root)))
+        self._closed = threading.Lock()
+        self._lock_fd: int | None = None
+        self._pid = os.getpid()
+        self._layout = opening.open_or_create(self._fs, self.root, wanted, max_bytes, create=create)
+        self._lock_fd = opening.hold_shared(self._fs, self._layout)
+        self._env = environment.acquire(self._fs, self._layout.index_folder, durable=self._layout.durable)
+        self._rooms = Rooms(self._layout, Index(self._env, self._fs.allocation_unit(self.root)))
+        try:
+            if max_bytes is not None and max_bytes != self._rooms.index.max_bytes():
+                self._rooms.index.set_max_bytes(max_bytes)
+                config = msgspec.structs.replace(self.config, max_bytes=max_bytes)
+                layout.write_config(self._fs, self.root, config)
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Write what is remembered of uses and let go of the store. Safe to call twice."""
+        with self._closed:
+            if self._lock_fd is None:
+                return
+            fd, self._lock_fd = self._lock_fd, None
+        try:
+            if self._pid == os.getpid():
+                self._rooms.index.flush()
+        except (StoreBroken, StoreBusy, OSError):
+            pass  # the order of uses is a hint; a store that cannot take it must still close
+        finally:
+            environment.release(self._env)
+            self._fs.close(fd)
+
+    @property
+    def config(self) -> StoreConfig:
+        return self._layout.config
+
+    @property
+    def rooms(self) -> Rooms:
+        """The parts of the open store, for the command and tools; servers need none of them."""
+        self._check_open()
+        return self._rooms
+
+    @property
+    def provider(self) -> "CodecProvider":
+        if self._provider is None:
+            from kvcodecs.provider import default_provider  # brings mlx
+
+            self._provider = default_provider()
+        return self._provider
+
+    # ---- save
+
+    def save(
+        self,
+        tokens: Sequence[int] | Any,
+        caches: Sequence[object],
+        identity: Identity,
+        *,
+        layout: str = "segments",
+        block_bytes: int | None = None,
+        pinned: bool = False,
+    ) -> "Saved":
+        """Store `caches`, which encode exactly `tokens`, under `identity`. Only blocks that are new are written.
+
+        caches: one a layer, of any class that the provider handles; not changed. layout: "segments", or "rows" (each
+        tensor cut by itself, into blocks of `block_bytes`). An older entry of equal identity and tokens is replaced.
+        When save returns the entry is committed: durable, unless the store was created with durability="none".
+        Raises InvalidInput (nothing written), StoreFull, StoreBusy, StoreBroken, OSError (nothing committed).
+        """
+        return self.commit(
+            self.prepare(tokens, caches, identity, layout=layout, block_bytes=block_bytes, pinned=pinned)
+        )
+
+    def prepare(
+        self,
+        tokens: Sequence[int] | Any,
+        caches: Sequence[object],
+        identity: Identity,
+        *,
+        layout: str = "segments",
+        block_bytes: int | None = None,
+        pinned: bool = False,
+    ) -> "Prepared":
+        """The half of save that touches mlx: a snapshot that later steps of the caches do not change.
+
+        Call on the thread that owns the caches. It shares their memory, so their next step in place costs a copy.
+        """
+        from . import saving  # brings mlx
+
+        self._check_open()
+        _check_identity(identity)
+        config = self.config
+        return saving.prepare(
+            self.provider, tokens, caches, identity, span=config.span, block_bytes=block_bytes or config.block_bytes,
+            layout=layout, pinned=pinned,
+        )  # fmt: skip
+
+    def commit(self, prepared: "Prepared") -> "Saved":
+        """The half of save that writes; from any thread. Raises as save()."""
+        from . import saving  # brings mlx
+
+        self._check_open()
+        return saving.commit(self._rooms, prepared)
+
+    # ---- find and load
+
+    def find(self, tokens: Sequence[int] | Any, identity: Identity) -> Match | None:
+        """The entry that serves the longest prefix of the prompt `tokens`: at least one token, at most all but one.
+
+        tokens: a sequence of ints or a one-dimensional integer array (numpy is fastest). Opens no header.
+        """
+        return self._find(tokens, identity, frozenset())
+
+    def load(
+        self, match: Match | str, model: Any = None, *, length: int | None = None, verify: bool = True
+    ) -> "Loaded":
+        """New cache objects of what `match` found, or of the entry with that id, cut to `length` tokens.
+
+        model: anything with make_cache(), an mlx-lm model, a list of prototype caches, or None (our own classes).
+        verify: compare every block with its digest. A match shorter than its entry reads only the blocks it needs.
+        Raises a CacheMiss: EntryGone, CorruptEntry (the entry is dropped), IdentityMismatch (other layers or geometry
+        than the model's), UnsupportedFormat. InvalidInput where the entry cannot be cut to `length`. OSError.
+        """
+        from . import loading  # brings mlx
+
+        self._check_open()
+        entry_id = match if isinstance(match, str) else match.entry_id
+        if length is None and isinstance(match, Match):
+            length = match.length
+        return loading.load(self._rooms, self.provider, _checked_id(entry_id), length, model, verify=verify)
+
+    def restore(
+        self, tokens: Sequence[int] | Any, identity: Identity, model: Any = None, *, verify: bool = True
+    ) -> "Loaded | None":
+        """Find and load until one succeeds; None where nothing can be reused. A bad entry hides no shorter good one.
+
+        Raises OSError where files could not be read for a passing reason and no other entry served.
+        """
+        tried: set[str] = set()
+        failure: OSError | None = None
+        packed = pack_tokens(tokens)
+        for _ in range(MARGINS.restore_tries):
+            match = self._find(packed, identity, frozenset(tried))
+            if match is None:
+                break
+            try:
+                return self.load(match, model, verify=verify)
+            except CacheMiss:
+                tried.add(match.entry_id)
+            except OSError as error:
+                tried.add(match.entry_id)
+                failure = failure or error
+        if failure is not None:
+            raise failure
+        return None
+
+    # ---- remove and collect
+
+    def remove(self, entry_id: str) -> None:
+        """Remove an entry; its blocks become collectable now. Raises EntryGone where there is none."""
+        self._check_open()
+        row = self._row(entry_id)
+        self._rooms.index.doom(entry_id)
+        self._rooms.finish_doomed([(entry_id, row.scope)])
+
+    def pin(self, entry_id: str, *, pinned: bool = True) -> None:
+        """Keep an entry from eviction, or no longer. Raises EntryGone where there is none."""
+        self._row(entry_id)
+        self._rooms.index.pin(entry_id, pinned=pinned)
+
+    def gc(
+        self, *, dry_run: bool = False, full: bool = False, progress: collect.Progress | None = None
+    ) -> collect.Plan:
+        """Delete what nobody refers to, in bounded steps while others serve; what was, or would be, collected.
+
+        full: also mark from the headers, adopt or remove stray ones, and sweep files that the index does not know.
+        """
+        self._check_open()
+        if dry_run:
+            return collect.full_plan(self._rooms) if full else collect.plan(self._rooms)
+        return collect.gc(self._rooms, full=full, progress=progress or (lambda done, total: None))
+
+    # ---- look
+
+    def entries(self) -> list[Entry]:
+        """Every entry, the most recently used first."""
+        self._check_open()
+        self._rooms.index.flush()
+        return [_entry(entry_id, row) for entry_id, row in reversed(self._rooms.index.entries())]
+
+    def entry(self, entry_id: str) -> Entry:
+        """One entry by its id, or by the beginning of it if that is unambiguous. Raises EntryGone, InvalidInput."""
+        self._check_open()
+        if is_id(entry_id):
+            return _entry(entry_id, self._row(entry_id))
+        found = [entry for entry in self.entries() if entry_id and entry.entry_id.startswith(entry_id)]
+        if len(found) > 1:
+            raise InvalidInput(
+                "more than one entry begins like that", field="entry_id", found=[entry.entry_id for entry in found[:4]]
+            )
+        if not found:
+            raise EntryGone("there is no such entry", entry_id=entry_id, hint="`blockstore ls` lists them.")
+        return found[0]
+
+    def stats(self) -> Stats:
+        self._check_open()
+        index, rows = self._rooms.index, self._rooms.index.entries()
+        counts = index.counts()
+        return Stats(
+            root=self.root,
+            entries=counts["entries"],
+            tokens=sum(row.token_count for _, row in rows),
+            blocks=counts["blocks"],
+            dead_blocks=counts["dead"],
+            unfinished_saves=counts["leases"],
+            unfinished_removals=counts["doomed"],
+            logical_bytes=sum(row.logical_bytes for _, row in rows),
+            block_bytes=index.total_bytes(),
+            physical_bytes=self._fs.tree_bytes(self.root),
+            max_bytes=index.max_bytes() or 0,
+            free_bytes=self._fs.free_bytes(self.root)[0],
+            block_hash=self.config.block_hash,
+            span=self.config.span,
+            durability=self.config.durability,
+        )
+
+    # ---- inside
+
+    def _find(self, tokens: Sequence[int] | Any, identity: Identity, exclude: frozenset[str]) -> Match | None:
+        self._check_open()
+        _check_identity(identity)
+        packed = tokens if isinstance(tokens, bytes) else pack_tokens(tokens)
+        provider_id = self._provider.id if self._provider is not None else DEFAULT_PROVIDER_ID
+        scope = scope_of(
+            identity.model_id, identity.config_fingerprint, identity.tokenizer_hash, identity.ns, provider_id
+        )
+        found = self._rooms.index.find(scope, packed, exclude)
+        return Match(found.entry_id, found.length, found.entry_length) if found else None
+
+    def _row(self, entry_id: str) -> EntryRow:
+        row = self._rooms.index.entry(_checked_id(entry_id))
+        if row is None:
+            raise EntryGone("there is no such entry", entry_id=entry_id)
+        return row
+
+    def _check_open(self) -> None:
+        if self._lock_fd is None:
+            raise InvalidInput("the store is closed", path=self.root, hint="Open it again.")
+
+
+def _checked_id(entry_id: object) -> str:
+    if not isinstance(entry_id, str) or not is_id(entry_id):
+        raise InvalidInput("an entry id is 32 lower-case hex digits", field="entry_id", found=entry_id)
+    return entry_id
+
+
+def _check_identity(identity: object) -> None:
+    if not isinstance(identity, Identity):
+        raise InvalidInput("identity must be an Identity", field="identity", found=type(identity).__name__)
+
+
+def _entry(entry_id: str, row: EntryRow) -> Entry:
+    names = [name for name in Entry.__struct_fields__ if name != "entry_id"]
+    return Entry(entry_id, **{name: getattr(row, name) for name in names})
