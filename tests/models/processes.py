@@ -1,0 +1,17 @@
+"""Other processes, which import what this one imports."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Final
+
+_ROOT: Final = Path(__file__).resolve().parents[2]
+_SOURCES: Final = (_ROOT, _ROOT / "codecs", _ROOT / "tests")
+
+
+def run_module(name: str, folder: Path, *, timeout_s: float) -> None:
+    """Run `python -m NAME FOLDER` to its end. Raises where that is not a success."""
+    paths = os.pathsep.join([*map(str, _SOURCES), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+    command = [sys.executable, "-m", name, str(folder)]
+    subprocess.run(command, check=True, timeout=timeout_s, env={**os.environ, "PYTHONPATH": paths})
