@@ -73,17 +73,21 @@ def full_plan(rooms: Rooms) -> Plan:
     return Plan(plan(rooms).items + tuple(found))
 
 
-def make_room(rooms: Rooms, needed: int) -> None:
-    """Evict the least recently used entries until `needed` more bytes fit the store's cap. Raises StoreFull."""
+def make_room(rooms: Rooms, own_bytes: int, header_bytes: int) -> None:
+    """Evict the least recently used entries until a save fits the store's cap. Raises StoreFull.
+
+    own_bytes: of its blocks, on the disk. It has reserved them: they are counted, and go with nobody who is evicted.
+    """
     cap = rooms.index.max_bytes()
     if cap is None:
         return
-    needed = rooms.index.on_disk(needed)
+    needed = rooms.index.on_disk(header_bytes)
     if used_bytes(rooms) + needed <= cap:
         return
     # What no eviction would make fit must not cost everybody else's entries.
-    if _fixed_bytes(rooms) + needed > cap:
+    if _fixed_bytes(rooms) + own_bytes + needed > cap:
         raise _full(rooms, cap, needed)
+    rooms.index.flush()  # the uses say who goes
     _delete_dead(rooms, _NO_PROGRESS)
     while used_bytes(rooms) + needed > cap:
         oldest = rooms.index.oldest()

@@ -189,7 +189,7 @@ def _cache(entry: HeaderEntry) -> Cache:
         kind=entry.kind,
         offset=entry.offset,
         fields=dict(entry.fields),
-        tensors=_tensors(entry.tensors, (known.names if known is not None else None) or ()),
+        tensors=_tensors(entry.tensors, (known.names_of(entry) if known is not None else None) or ()),
         children=tuple(map(_cache, entry.children)),
         minimum_reusable_offset=entry.minimum_reusable_offset,
     )

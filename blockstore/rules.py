@@ -26,8 +26,6 @@ MAX_LIST_DEPTH = 8
 MAX_SPAN_TOKENS = 1 << 20
 # What every header entry has; all else in it is geometry.
 ENTRY_FIELDS = frozenset({"kind", "offset", "tensors", "minimumReusableOffset"})
-# The one kind whose cache may be a token behind the entry.
-_TRAILING_KIND = "mtp-mla"
 _HEX = re.compile("[0-9a-f]*")
 _TENSOR_HASH = re.compile("[0-9a-f]{16}")
 
@@ -117,8 +115,16 @@ def _check_offset(entry: HeaderEntry, where: str, tokens: int) -> None:
     if entry.is_empty:
         if entry.offset != 0:
             raise Refused(f"{where}.offset", "0, since the cache holds no tensor", entry.offset)
-    elif entry.offset != tokens and not (entry.kind == _TRAILING_KIND and entry.offset == tokens - 1):
+    elif not 0 <= tokens - entry.offset <= _may_trail(entry):
         raise Refused(f"{where}.offset", f"{tokens}, the number of tokens", entry.offset)
+
+
+def _may_trail(entry: HeaderEntry) -> int:
+    """By how many tokens the cache may be behind the entry; a list by as many as all that it holds."""
+    if entry.children:
+        return min(_may_trail(child) for child in entry.children if not child.is_empty)
+    geometry = KINDS.get(entry.kind)
+    return geometry.may_trail if geometry is not None else 0
 
 
 def _check_geometry(entry: HeaderEntry, where: str) -> None:

@@ -163,11 +163,11 @@ class _Saver:
     def run(self) -> Saved:
         spread(range(len(self.jobs)), self._stage, MARGINS.threads)
         sizes = {digest_: self._size(job) for digest_, job in self.made_from.items()}
-        collect.make_room(self.rooms, sum(sizes[digest_] for digest_ in self.staged))
         header = self._header()
         data = encode_header(header)
         relative = self.rooms.relative_header(self.scope, self.lease.id)
         hits = self.rooms.index.reserve(self.lease.id, relative, sizes)
+        collect.make_room(self.rooms, sum(map(self.rooms.index.on_disk, sizes.values())), len(data))
         self._place([d for d in sizes if d not in hits or not self.rooms.blocks.has(d, sizes[d])])
         self._write_header(data)
         self._publish(implied_row(header, len(data), pinned=self.prepared.pinned))
@@ -339,7 +339,8 @@ def _check_entries(entries: Sequence[HeaderEntry], token_count: int) -> None:
                 geometry_.check(entry)
             except geometry.BadEntry as error:
                 raise InvalidInput(f"cache {layer} ({entry.kind}) is not sound: {error}", field="caches") from error
-        if entry.tensors and entry.offset != token_count:
+        behind = token_count - entry.offset
+        if entry.tensors and not 0 <= behind <= (geometry_.may_trail if geometry_ is not None else 0):
             raise InvalidInput(
                 f"cache {layer} ({entry.kind}) does not encode the tokens given",
                 field="tokens",

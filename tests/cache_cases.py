@@ -163,6 +163,107 @@ def _ours() -> dict[str, Case]:
     }
 
 
+# ---- kinds that no class of mlx-lm's has
+
+
+def new_planes(cache: Any, seed: int, count: int, batch: int = 1) -> tuple[mx.array, ...]:
+    """`count` random tokens, as the planes that a turboquant or mla cache keeps; two heads where it has heads."""
+    leading = cache.planes[0].shape[:-2] if cache.planes else (batch, 2)[: cache.rank - 2]
+    return tuple(
+        _random_plane(seed + i, (*leading, count, width), dtype) for i, (dtype, width) in enumerate(cache.layout)
+    )
+
+
+def _random_plane(seed: int, shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
+    if mx.issubdtype(dtype, mx.floating):
+        return random_array(seed, shape, dtype)
+    return mx.random.randint(0, 256, shape, key=mx.random.key(seed)).astype(dtype)
+
+
+def feed_planes(cache: Any, *chunks: int, batch: int = 1) -> Any:
+    """As feed, for caches of named planes."""
+    for chunk in chunks:
+        if chunk < 0:
+            assert cache.trim(-chunk) == -chunk
+        else:
+            mx.eval(cache.append(*new_planes(cache, 10 * cache.offset, chunk, batch)))
+    return cache
+
+
+def _with_minimum(cache: Any, minimum: int | None) -> Any:
+    cache.minimum_reusable_offset = minimum
+    return cache
+
+
+def _named_planes(name: str, make: Callable[[], Any]) -> dict[str, Case]:
+    return {
+        f"ours {name}: partly filled": lambda: [feed_planes(make(), 5, 1, 1)],
+        f"ours {name}: past 256, regrown": lambda: [feed_planes(make(), 257, -10, 60)],
+        f"ours {name}: batch of 2": lambda: [feed_planes(make(), 6, 1, batch=2)],
+        f"ours {name}: no least length": lambda: [_with_minimum(feed_planes(make(), 9), None)],
+        f"ours {name}: with a least length": lambda: [_with_minimum(feed_planes(make(), 9), 4)],
+    }
+
+
+def _pages(*chunks: int, capacity: int = 40, bits: int | None = None, **how: Any) -> list[Any]:
+    quantization = None if bits is None else (32, bits)
+    return [feed(kvcodecs.PagedKVCache(capacity, 4, quantization), *chunks, **how)]
+
+
+def _shuffled_pages() -> list[Any]:
+    """A table that is not in order, with a page to spare: as another writer may have left it."""
+    (cache,) = _pages(7, 1, 1)
+    cache.block_table = [6, 0, 9, 3]
+    return [cache]
+
+
+class Wrapped:
+    """A composed cache: what it holds, its storage holds."""
+
+    def __init__(self, storage: Any) -> None:
+        self._storage = storage
+
+    def storage(self) -> Any:
+        return self._storage
+
+    def over(self, storage: Any) -> "Wrapped":
+        return Wrapped(storage)
+
+    def is_trimmable(self) -> bool:
+        return bool(self._storage.is_trimmable())
+
+    def trim(self, n: int) -> int:
+        return int(self._storage.trim(n))
+
+
+def _foreign() -> dict[str, Case]:
+    def turboquant(k_bits: int, v_bits: int) -> Callable[[], Any]:
+        return lambda: kvcodecs.TurboQuantKVCache(k_bits, v_bits, 64)
+
+    return {
+        **_named_planes("turboquant 4 and 3 bits", turboquant(4, 3)),
+        **_named_planes("turboquant 8 and 4 bits", turboquant(8, 4)),
+        **_named_planes("mla", lambda: kvcodecs.MLACache(16, 8)),
+        **_named_planes("mla-dsa", lambda: kvcodecs.MLADSACache(16, 8, 4, max_tokens=1000)),
+        **_named_planes("mtp-mla", lambda: kvcodecs.MTPMLACache(16, 8)),
+        "ours paged: part of a page": lambda: _pages(3),
+        "ours paged: token by token": lambda: _pages(*[1] * 9),
+        "ours paged: full pages, bfloat16": lambda: _pages(8, 4, dtype=mx.bfloat16),
+        "ours paged: trimmed and regrown": lambda: _pages(11, -6, 9),
+        "ours paged: grown": lambda: _pages(7, 5, 1, capacity=6),
+        "ours paged: shuffled": _shuffled_pages,
+        "ours paged: transposed": lambda: _pages(6, 1, transposed=True),
+        "ours paged: 4 bits": lambda: _pages(6, 1, 8, bits=4),
+        "ours paged: 8 bits, float16, grown": lambda: _pages(6, 1, 8, capacity=6, bits=8, dtype=mx.float16),
+        "composed over kv": lambda: [Wrapped(feed(kvcodecs.KVCache(), 9))],
+        "composed twice": lambda: [Wrapped(Wrapped(feed(kvcodecs.RotatingKVCache(8), 5, *[1] * 6)))],
+        "composed over mla": lambda: [Wrapped(feed_planes(kvcodecs.MLACache(16, 8), 9))],
+        "composed in a list": lambda: [
+            mlx_lm_cache.CacheList(Wrapped(feed(mlx_lm_cache.KVCache(), 9)), feed(kvcodecs.KVCache(), 9))
+        ],
+    }
+
+
 def _chunked(*steps: int) -> Any:
     """0 trims the front, as llama4 does before each step."""
     cache = mlx_lm_cache.ChunkedKVCache(256)
@@ -236,7 +337,13 @@ def _layers(*steps: int) -> Any:
     return cache
 
 
-CASES: dict[str, Case] = {**_library("ours", kvcodecs), **_ours(), **_library("mlx-lm", mlx_lm_cache), **_mlx_lm()}
+CASES: dict[str, Case] = {
+    **_library("ours", kvcodecs),
+    **_ours(),
+    **_foreign(),
+    **_library("mlx-lm", mlx_lm_cache),
+    **_mlx_lm(),
+}
 
 
 # ---- looking
@@ -248,6 +355,8 @@ def token_count(caches: Sequence[Any]) -> int:
 
 
 def _tokens_of(cache: Any) -> int:
+    if hasattr(cache, "storage"):
+        return _tokens_of(cache.storage())
     if hasattr(cache, "caches"):
         return max(map(_tokens_of, cache.caches), default=0)
     offset = getattr(cache, "offset", None)
@@ -262,6 +371,8 @@ def bits(array: mx.array) -> tuple[tuple[int, ...], str, bytes]:
 
 def arrays_of(cache: Any) -> list[mx.array]:
     """The cache's own array objects, at their capacity."""
+    if hasattr(cache, "storage"):
+        return arrays_of(cache.storage())
     if hasattr(cache, "caches"):
         return [array for child in cache.caches for array in arrays_of(child)]
     found = cache.cache if hasattr(cache, "cache") else vars(cache).values()
@@ -270,7 +381,9 @@ def arrays_of(cache: Any) -> list[mx.array]:
 
 
 def facts(cache: Any) -> object:
-    """Class, numbers, and the live part of each array."""
+    """Class, numbers, and the live part of each array; of pages, all."""
+    if hasattr(cache, "storage"):
+        return type(cache), facts(cache.storage())
     if hasattr(cache, "caches"):
         return type(cache), [facts(child) for child in cache.caches]
     if hasattr(cache, "cache"):
@@ -278,7 +391,9 @@ def facts(cache: Any) -> object:
         return type(cache), [None if array is None else bits(array) for array in cache.cache], lengths
     numbers = {name: value for name, value in vars(cache).items() if isinstance(value, int)}
     live = arrays_of(cache)
-    if hasattr(cache, "update_and_fetch"):
+    if hasattr(cache, "block_table"):
+        return type(cache), numbers, [*cache.block_table], cache.quantization, [bits(array) for array in live]
+    if hasattr(cache, "update_and_fetch") or hasattr(cache, "planes"):
         count = cache.offset - getattr(cache, "start_position", 0)
         live = [array[..., :count, :] for array in live] if count else []
     return type(cache), numbers, [bits(array) for array in live]
@@ -301,6 +416,12 @@ def continue_cache(cache: Any, seed: int, steps: int = len(STEPS)) -> list[mx.ar
 def _step(cache: Any, seed: int, count: int) -> list[mx.array]:
     if hasattr(cache, "caches"):
         return [array for i, child in enumerate(cache.caches) for array in _step(child, seed + 100 * i, count)]
+    if hasattr(cache, "storage"):
+        return _step(cache.storage(), seed, count)
+    if hasattr(cache, "planes"):
+        planes = cache.append(*new_planes(cache, seed, count))
+        mx.eval(planes)  # now, as below
+        return [mx.array(plane) for plane in planes]
     if hasattr(cache, "update_window"):
         return _step_layer(cache, seed, count)[1]
     if not hasattr(cache, "update_and_fetch"):
@@ -317,6 +438,8 @@ def _step(cache: Any, seed: int, count: int) -> list[mx.array]:
 
 def _shape(cache: Any) -> tuple[int, int, tuple[int, int], mx.Dtype]:
     """Batch, heads, widths and dtype of what the cache takes."""
+    if hasattr(cache, "block_table"):
+        return 1, cache.keys.shape[1], (cache.head_dim, cache.v_head_dim), cache.dtype
     if cache.keys is None:
         return 1, 2, (64, 32), mx.float32
     if isinstance(cache.keys, mx.array):
@@ -358,7 +481,8 @@ def reload(snapshots: Sequence[Snapshot], prototypes: Sequence[Any] | None = Non
     for snapshot, prototype in zip(snapshots, prototypes or [None] * len(snapshots), strict=True):
         codec = provider.for_entry(snapshot.entry, prototype)
         codec.check_prototype(snapshot.entry, prototype)
-        arrays = [_placed(array, codec.capacity(snapshot.entry, i), stale) for i, array in enumerate(snapshot.arrays)]
+        shapes = [codec.capacity(snapshot.entry, i, prototype) for i in range(len(snapshot.arrays))]
+        arrays = [_placed(array, shape, stale) for array, shape in zip(snapshot.arrays, shapes, strict=True)]
         caches.append(codec.load(snapshot.entry, arrays, prototype))
     return caches
 

@@ -19,22 +19,31 @@ if TYPE_CHECKING:
         UnmatchedCache,
     )
     from .backend import MissingBackend
+    from .composed import Composed
     from .entry import HeaderEntry, Slot
     from .geometry import BadEntry
     from .kv import KVCache
+    from .mla import MLACache, MLADSACache, MTPMLACache
+    from .paged import PagedKVCache
     from .provider import default_provider
     from .quantized import QuantizedKVCache
     from .recurrent import RecurrentCache
     from .rotating import RotatingKVCache, RotatingQuantizedKVCache
+    from .turboquant import TurboQuantKVCache
 
 __all__ = [
     "BadEntry",
     "Codec",
     "CodecError",
     "CodecProvider",
+    "Composed",
     "HeaderEntry",
     "KVCache",
+    "MLACache",
+    "MLADSACache",
+    "MTPMLACache",
     "MissingBackend",
+    "PagedKVCache",
     "PrototypeMismatch",
     "QuantizedKVCache",
     "RecurrentCache",
@@ -43,6 +52,7 @@ __all__ = [
     "Slot",
     "Snapshot",
     "SnapshotContext",
+    "TurboQuantKVCache",
     "UnknownKind",
     "UnmatchedCache",
     "default_provider",
@@ -51,13 +61,17 @@ __all__ = [
 _HOMES = {
     "algebra": ("Codec CodecError CodecProvider PrototypeMismatch Snapshot SnapshotContext UnknownKind UnmatchedCache"),
     "backend": "MissingBackend",
+    "composed": "Composed",
     "entry": "HeaderEntry Slot",
     "geometry": "BadEntry",
     "kv": "KVCache",
+    "mla": "MLACache MLADSACache MTPMLACache",
+    "paged": "PagedKVCache",
     "provider": "default_provider",
     "quantized": "QuantizedKVCache",
     "recurrent": "RecurrentCache",
     "rotating": "RotatingKVCache RotatingQuantizedKVCache",
+    "turboquant": "TurboQuantKVCache",
 }
 _MODULES = {name: module for module, names in _HOMES.items() for name in names.split()}
 

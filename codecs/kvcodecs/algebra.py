@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 from .backend import mx
+from .composed import ComposedCodec, is_composed
 from .entry import HeaderEntry
 
 OURS = "kvcodecs"
@@ -114,8 +115,10 @@ class CodecProvider:
             raise CodecError("a codec provider needs a non-empty id")
 
     def for_cache(self, cache: object) -> Codec:
-        """The one codec that matches `cache`. Raises UnmatchedCache where none or more than one does."""
+        """The one codec that matches `cache`, or its storage if it is composed. Raises UnmatchedCache."""
         found = [codec for codec in self.codecs if codec.matches(cache)]
+        if is_composed(cache):
+            found.append(ComposedCodec(self.for_cache(cache.storage())))
         if len(found) == 1:
             return found[0]
         raise UnmatchedCache(_why_unmatched(cache, found, self))
@@ -124,13 +127,17 @@ class CodecProvider:
         """The codec that loads `entry` where `prototype` stands in the model's own list.
 
         The class of the prototype decides; then its family (a cache may have been quantized while running); without
-        a prototype our own class of that kind, and mlx-lm's for the kinds that only mlx-lm has.
+        a prototype our own class of that kind, and mlx-lm's for the kinds that only mlx-lm has. Where the prototype is
+        composed, all that holds of its storage.
         """
         candidates = [codec for codec in self.codecs if codec.kind == entry.kind]
         if not candidates:
             known = ", ".join(sorted({codec.kind for codec in self.codecs}))
             raise UnknownKind(f"provider {self.id} has no codec for kind {entry.kind!r}; it knows {known}")
         family = OURS
+        if is_composed(prototype):
+            self.for_cache(prototype)  # raises where a codec of the table matches it, too
+            return ComposedCodec(self.for_entry(entry, prototype.storage()))
         if prototype is not None:
             same = [codec for codec in candidates if codec.matches(prototype)]
             if same:
@@ -146,7 +153,11 @@ class CodecProvider:
         return [self.for_cache(cache).clone(cache) for cache in caches]
 
     def handles(self, cache: object) -> bool:
-        return sum(codec.matches(cache) for codec in self.codecs) == 1
+        try:
+            self.for_cache(cache)
+        except UnmatchedCache:
+            return False
+        return True
 
 
 def _why_unmatched(cache: object, found: Sequence[Codec], provider: CodecProvider) -> str:

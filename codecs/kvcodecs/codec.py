@@ -70,15 +70,15 @@ def describe(cache: Any, entry: HeaderEntry, arrays: Iterable[mx.array]) -> Snap
     Raises CodecError where the cache is in a state that nobody could load.
     """
     taken = tuple(arrays)
-    minimum = getattr(cache, "minimum_reusable_offset", 0)
+    minimum = minimum_of(cache)
     full = HeaderEntry(
         kind=entry.kind,
         offset=entry.offset,
         fields=entry.fields,
         tensors=tuple(map(array_slot, taken)),
-        minimum_reusable_offset=minimum or None,
+        minimum_reusable_offset=minimum,
     )
-    if type(full.offset) is not int or minimum > full.offset:
+    if type(full.offset) is not int or not 0 <= (minimum or 0) <= full.offset:
         raise unsavable(cache, f"offset {full.offset!r}, minimum_reusable_offset {minimum!r}")
     try:
         KINDS[full.kind].check(full)
@@ -96,29 +96,40 @@ def unsavable(cache: object, why: str) -> CodecError:
     return CodecError(f"this {name} is in a state that cannot be saved: {why}")
 
 
+def minimum_of(cache: Any) -> int | None:
+    """The minimum that a cache names. 0 and None (what its kind says) are told apart: both are written as they are."""
+    found: int | None = getattr(cache, "minimum_reusable_offset", None)
+    return found
+
+
 def carry_minimum(cache: Any, minimum: int | None) -> None:
     """Set the minimum on a new cache; one of mlx-lm's gets the attribute only where there is something to say."""
-    if minimum:
+    if minimum is not None:
         cache.minimum_reusable_offset = minimum
 
 
 # ---- prototypes
 
 _STRUCTURES = {"list": "list", "arrays": "arrays", "ssm": "arrays"}
+# How caches with a token axis take tokens: as keys and values, or as the tensors that they keep.
+_TAKES_TOKENS = ("update_and_fetch", "append")
 
 
 def refuse_other_structure(entry: HeaderEntry, prototype: object) -> None:
     """Raise PrototypeMismatch where no model could use `entry` in place of `prototype`.
 
     A list, whole arrays and a token axis do not replace each other. Within those a kind may differ from the
-    prototype's: a cache may have been quantized while running.
+    prototype's: a cache may have been quantized while running. A prototype that names its `only_kind` takes no other.
     """
     if prototype is None:
         return
+    only = getattr(prototype, "only_kind", entry.kind)
+    if only != entry.kind:
+        raise PrototypeMismatch("kind", only, entry.kind)
     if hasattr(prototype, "caches"):
         structure = "list"
     else:
-        structure = "tokens" if hasattr(prototype, "update_and_fetch") else "arrays"
+        structure = "tokens" if any(hasattr(prototype, name) for name in _TAKES_TOKENS) else "arrays"
     if _STRUCTURES.get(entry.kind, "tokens") != structure:
         raise PrototypeMismatch("kind", type(prototype).__name__, entry.kind)
 
@@ -160,7 +171,7 @@ class TokenCodec(ClassCodec):
     def clone(self, cache: Any) -> Any:
         values = {scalar.attribute: getattr(cache, scalar.attribute) for scalar in self.scalars}
         copy = self._build(type(cache), values, cache.offset, distinct(held(cache)))
-        carry_minimum(copy, getattr(cache, "minimum_reusable_offset", 0))
+        carry_minimum(copy, minimum_of(cache))
         return copy
 
     def capacity(self, entry: HeaderEntry, index: int, prototype: Any = None) -> tuple[int, ...]:

@@ -10,15 +10,24 @@ from typing import Any
 
 import msgspec
 
+from . import geometry_checks as checks
 from .entry import HeaderEntry, Slot
+from .geometry_checks import TURBOQUANT_GROUP, BadEntry, natural, ring_rows
 
-
-class BadEntry(ValueError):
-    """A header entry that no cache could have written. `where` names the field, with what was expected and found."""
-
-    def __init__(self, where: str, expected: object, found: object) -> None:
-        super().__init__(f"{where}: expected {expected}, found {found!r}")
-        self.where, self.expected, self.found = where, expected, found
+__all__ = [
+    "KINDS",
+    "TURBOQUANT_GROUP",
+    "BadEntry",
+    "Geometry",
+    "Run",
+    "group_class",
+    "list_shortens",
+    "minimum_reusable",
+    "natural",
+    "ring_rows",
+    "shortened",
+    "shortens",
+]
 
 
 @dataclass(frozen=True)
@@ -41,17 +50,30 @@ def _always(entry: HeaderEntry) -> bool:
     return True
 
 
+def _offset(entry: HeaderEntry) -> int:
+    return entry.offset
+
+
+def _zero(entry: HeaderEntry) -> int:
+    return 0
+
+
 @dataclass(frozen=True)
 class Geometry:
     """The rules of one kind.
 
     names: the tensors in header order (None: any number).
-    ranks: the rank that each tensor has (None: any).
+    rank: the rank that each tensor has (None: any).
     axis: the token axis of every tensor (None: the kind has none).
     static: the fields that must be equal for two caches to be cut into one group.
+    required: the fields that must be there, as integers.
+    count: how many of `names` an entry has.
+    may_trail: by how many tokens the offset may be less than what the whole cache list encodes.
     tokens: how many tokens stand along the token axis of a non-empty entry.
     runs: the positions that they hold, in the order in which they are laid out.
     shortens: whether the entry may be cut to a prefix.
+    shortened: the fields of the entry when it is cut to n tokens; none where they stay as they are.
+    minimum: the least length to which an entry may be cut that names none.
     verify: checks beyond ranks and token counts; raises BadEntry.
     """
 
@@ -62,10 +84,13 @@ class Geometry:
     static: tuple[str, ...] = ()
     required: tuple[str, ...] = ()
     may_be_empty: bool = True
+    may_trail: int = 0
+    count: Callable[[HeaderEntry], int | None] = _nothing
     tokens: Callable[[HeaderEntry], int | None] = _nothing
     runs: Callable[[HeaderEntry], tuple[Run, ...]] = lambda entry: ()
     shortens: Callable[[HeaderEntry], bool] = _never
     shortened: Callable[[HeaderEntry, int], dict[str, Any]] = lambda entry, n: {}
+    minimum: Callable[[HeaderEntry], int] = _zero
     verify: Callable[[HeaderEntry], None] = _nothing
 
     def check(self, entry: HeaderEntry) -> None:
@@ -80,15 +105,20 @@ class Geometry:
         self._check_tensors(entry)
         self.verify(entry)
 
+    def names_of(self, entry: HeaderEntry) -> tuple[str, ...] | None:
+        """The tensors that `entry` has, in header order (None: any number)."""
+        return None if self.names is None else self.names[: self.count(entry)]
+
     def _check_empty(self, entry: HeaderEntry) -> None:
         if not self.may_be_empty:
-            raise BadEntry("tensors", f"{len(self.names or ())} tensors of kind {entry.kind}", [])
+            raise BadEntry("tensors", f"{len(self.names_of(entry) or ())} tensors of kind {entry.kind}", [])
         if entry.offset != 0:
             raise BadEntry("offset", "0, since the cache holds no tensor", entry.offset)
 
     def _check_tensors(self, entry: HeaderEntry) -> None:
-        if self.names is not None and len(entry.tensors) != len(self.names):
-            raise BadEntry("tensors", f"{len(self.names)} ({', '.join(self.names)})", len(entry.tensors))
+        names = self.names_of(entry)
+        if names is not None and len(entry.tensors) != len(names):
+            raise BadEntry("tensors", f"{len(names)} ({', '.join(names)})", len(entry.tensors))
         tokens = self.tokens(entry)
         for i, tensor in enumerate(entry.tensors):
             if self.rank is not None and len(tensor.shape) != self.rank:
@@ -99,19 +129,7 @@ class Geometry:
                 raise BadEntry(f"tensors[{i}].shape", f"{tokens} tokens on axis {self.axis}", list(tensor.shape))
 
 
-def natural(entry: HeaderEntry, name: str, least: int = 0) -> int:
-    """The integer field `name` of `entry`, at least `least`; BadEntry where it is missing or something else."""
-    value = entry.fields.get(name)
-    if type(value) is not int or not least <= value < 1 << 53:
-        raise BadEntry(name, f"an integer ≥ {least}", value)
-    return value
-
-
 # ---- token axes whose first row is position 0
-
-
-def _offset_tokens(entry: HeaderEntry) -> int:
-    return entry.offset
 
 
 def _straight(entry: HeaderEntry) -> tuple[Run, ...]:
@@ -119,11 +137,6 @@ def _straight(entry: HeaderEntry) -> tuple[Run, ...]:
 
 
 # ---- rings
-
-
-def ring_rows(entry: HeaderEntry) -> int:
-    """How many rows the ring of a rotating entry has as stored."""
-    return entry.tensors[0].shape[2]
 
 
 def _ring_runs(entry: HeaderEntry) -> tuple[Run, ...]:
@@ -149,20 +162,6 @@ def _ring_shortened(entry: HeaderEntry, n: int) -> dict[str, Any]:
     return {**entry.fields, "idx": n}
 
 
-def _ring_verify(entry: HeaderEntry) -> None:
-    max_size, idx = natural(entry, "maxSize", 1), natural(entry, "idx")
-    keep = natural(entry, "keep") if "keep" in entry.fields else 0
-    rows = ring_rows(entry)
-    if keep >= max_size:
-        raise BadEntry("keep", f"less than maxSize {max_size}", keep)
-    if idx > rows:
-        raise BadEntry("idx", f"at most {rows}, the rows of the ring", idx)
-    if entry.offset < rows and idx != entry.offset:
-        raise BadEntry("idx", f"{entry.offset}, the offset, in a ring that is not full", idx)
-    if entry.offset > rows and idx < keep:
-        raise BadEntry("idx", f"at least keep {keep} in a ring that has dropped tokens", idx)
-
-
 # ---- chunked
 
 
@@ -179,81 +178,66 @@ def _chunk_shortens(entry: HeaderEntry) -> bool:
     return entry.fields.get("startPosition") == 0
 
 
-def _chunk_verify(entry: HeaderEntry) -> None:
-    natural(entry, "chunkSize", 1)
+# ---- pages
 
 
-# ---- arrays
+def _paged_count(entry: HeaderEntry) -> int:
+    return len(KEYS_VALUES if entry.fields.get("bits") is None else PAGED)
 
 
-def _arrays_verify(entry: HeaderEntry) -> None:
-    slots = entry.fields.get("slots")
-    if not isinstance(slots, list) or any(type(flag) is not bool for flag in slots):
-        raise BadEntry("slots", "a list of true and false, one for each slot", slots)
-    if sum(slots) != len(entry.tensors):
-        raise BadEntry("slots", f"{len(entry.tensors)} of them set, one for each tensor", slots)
-    for name in ("lengths", "leftPadding"):
-        values = entry.fields.get(name, [])
-        if not isinstance(values, list) or any(type(value) is not int for value in values):
-            raise BadEntry(name, "a list of integers", values)
-
-
-# ---- quantization
-
-
-def _quantized_verify(entry: HeaderEntry) -> None:
-    """Check packed, scales and biases of both sides against group size and bits (groups run along D)."""
-    group, bits = natural(entry, "groupSize", 1), natural(entry, "bits", 1)
-    if bits > 32:
-        raise BadEntry("bits", "at most 32", bits)
-    for side in (0, 3):
-        packed, scales, biases = entry.tensors[side : side + 3]
-        if scales.shape != biases.shape or packed.shape[:-1] != scales.shape[:-1]:
-            raise BadEntry(f"tensors[{side + 2}].shape", f"as scales {list(scales.shape)}", list(biases.shape))
-        if packed.shape[-1] * 32 != scales.shape[-1] * group * bits:
-            width = scales.shape[-1] * group * bits // 32
-            raise BadEntry(f"tensors[{side}].shape", f"{width} words for groups of {group}", list(packed.shape))
-
-
-def _rotating_quantized_verify(entry: HeaderEntry) -> None:
-    _ring_verify(entry)
-    _quantized_verify(entry)
-
-
-def _same_leading(entry: HeaderEntry) -> None:
-    first = entry.tensors[0].shape
-    for i, tensor in enumerate(entry.tensors):
-        if tensor.shape[:1] != first[:1]:
-            raise BadEntry(f"tensors[{i}].shape", f"batch {first[0]}", list(tensor.shape))
-
+# ---- the table
 
 KEYS_VALUES = ("keys", "values")
 QUANTIZED = ("keys", "keyScales", "keyBiases", "values", "valueScales", "valueBiases")
+PAGED = ("keys", "values", "keyScales", "keyBiases", "valueScales", "valueBiases")
+TURBOQUANT = ("kIdx", "kScales", "kZeros", "vPacked", "vScales")
+LATENT = ("latent", "rope")
+LATENT_FIELDS = ("kvLoraRank", "ropeHeadDim", "maxTokens")
 
 _KINDS = (
     Geometry(
-        "kv", KEYS_VALUES, 4, 2, tokens=_offset_tokens, runs=_straight, shortens=_always, verify=_same_leading,
+        "kv", KEYS_VALUES, 4, 2, tokens=_offset, runs=_straight, shortens=_always,
+        verify=checks.verify_same_batch,
     ),
     Geometry(
         "qkv", QUANTIZED, 4, 2, static=("groupSize", "bits"), required=("groupSize", "bits"),
-        tokens=_offset_tokens, runs=_straight, shortens=_always, verify=_quantized_verify,
+        tokens=_offset, runs=_straight, shortens=_always, verify=checks.verify_quantized,
     ),
     Geometry(
         "rotating", KEYS_VALUES, 4, 2, static=("maxSize", "keep"), required=("idx", "maxSize"),
-        runs=_ring_runs, shortens=_ring_shortens, shortened=_ring_shortened, verify=_ring_verify,
+        runs=_ring_runs, shortens=_ring_shortens, shortened=_ring_shortened, verify=checks.verify_ring,
     ),
     Geometry(
         "rotating-qkv", QUANTIZED, 4, 2, static=("maxSize", "keep", "groupSize", "bits"),
         required=("idx", "maxSize", "groupSize", "bits"),
-        runs=_ring_runs, shortens=_ring_shortens, shortened=_ring_shortened, verify=_rotating_quantized_verify,
+        runs=_ring_runs, shortens=_ring_shortens, shortened=_ring_shortened, verify=checks.verify_quantized_ring,
     ),
     Geometry("ssm", ("conv", "recurrent"), may_be_empty=False),
     Geometry(
         "chunked", KEYS_VALUES, 4, 2, static=("chunkSize",), required=("chunkSize", "startPosition"),
-        tokens=_chunk_tokens, runs=_chunk_runs, shortens=_chunk_shortens, verify=_chunk_verify,
+        tokens=_chunk_tokens, runs=_chunk_runs, shortens=_chunk_shortens, verify=checks.verify_chunked,
     ),
-    Geometry("arrays", None, verify=_arrays_verify),
+    Geometry("arrays", None, verify=checks.verify_arrays),
     Geometry("list", ()),
+    Geometry(
+        "turboquant", TURBOQUANT, 4, 2, static=("kBits", "vBits", "headDim"), may_be_empty=False,
+        tokens=_offset, runs=_straight, shortens=_always, minimum=_offset, verify=checks.verify_turboquant,
+    ),
+    Geometry(
+        "mla", LATENT, 3, 1, static=LATENT_FIELDS, may_be_empty=False,
+        tokens=_offset, runs=_straight, shortens=_always, verify=checks.verify_latent,
+    ),
+    Geometry(
+        "mla-dsa", (*LATENT, "dsa"), 3, 1, static=(*LATENT_FIELDS, "dsaHeadDim"), may_be_empty=False,
+        tokens=_offset, runs=_straight, shortens=_always, verify=checks.verify_latent,
+    ),
+    Geometry(
+        "mtp-mla", LATENT, 3, 1, static=LATENT_FIELDS, may_be_empty=False, may_trail=1,
+        tokens=_offset, runs=_straight, shortens=_always, verify=checks.verify_latent,
+    ),
+    Geometry(
+        "paged", PAGED, 4, may_be_empty=False, count=_paged_count, shortens=_always, verify=checks.verify_paged,
+    ),
 )  # fmt: skip
 KINDS: dict[str, Geometry] = {geometry.kind: geometry for geometry in _KINDS}
 
@@ -262,8 +246,11 @@ KINDS: dict[str, Geometry] = {geometry.kind: geometry for geometry in _KINDS}
 
 
 def minimum_reusable(entry: HeaderEntry) -> int:
-    """The least length to which `entry` may be shortened, in tokens. Absent means 0."""
-    return max([entry.minimum_reusable_offset or 0, *map(minimum_reusable, entry.children)])
+    """The least length to which `entry` may be shortened, in tokens. Absent means 0, or what its kind says."""
+    own, geometry = entry.minimum_reusable_offset, KINDS.get(entry.kind)
+    if own is None:
+        own = 0 if geometry is None else geometry.minimum(entry)
+    return max([own, *map(minimum_reusable, entry.children)])
 
 
 def shortens(entry: HeaderEntry) -> bool:
@@ -277,7 +264,10 @@ def shortens(entry: HeaderEntry) -> bool:
 
 
 def shortened(entry: HeaderEntry, n: int) -> HeaderEntry:
-    """What the header would say of the first `n` tokens of `entry`, which shortens and holds at least `n`."""
+    """What the header would say of the first `n` tokens of `entry`, which shortens; one that holds fewer stays.
+
+    Without a token axis the tensors stay whole, and the offset alone says how much of them counts.
+    """
     if entry.is_empty or entry.offset <= n:
         return entry
     children = tuple(shortened(child, n) for child in entry.children)
@@ -288,7 +278,8 @@ def shortened(entry: HeaderEntry, n: int) -> HeaderEntry:
 
 
 def _first(tensor: Slot, axis: int | None, n: int) -> Slot:
-    assert axis is not None, "only kinds with a token axis shorten"
+    if axis is None:
+        return tensor
     shape = (*tensor.shape[:axis], n, *tensor.shape[axis + 1 :])
     size = tensor.bytes // max(tensor.shape[axis], 1) * n
     return msgspec.structs.replace(tensor, shape=shape, bytes=size, blocks=None)

@@ -19,7 +19,17 @@ from .algebra import (
     token_capacity,
 )
 from .backend import mx
-from .codec import ClassCodec, ClassRef, Scalar, TokenCodec, carry_minimum, describe, refuse_other_structure, unsavable
+from .codec import (
+    ClassCodec,
+    ClassRef,
+    Scalar,
+    TokenCodec,
+    carry_minimum,
+    describe,
+    minimum_of,
+    refuse_other_structure,
+    unsavable,
+)
 from .entry import HeaderEntry, leaves
 from .kv import KVCodec
 from .planes import Planes, cut, distinct
@@ -113,7 +123,7 @@ class ArraysCodec(ClassCodec):
         copy = type(cache)(len(cache.cache))
         copy.cache = [None if array is None else array[...] for array in cache.cache]
         copy.lengths, copy.left_padding = _copied(cache.lengths), _copied(cache.left_padding)
-        carry_minimum(copy, getattr(cache, "minimum_reusable_offset", 0))
+        carry_minimum(copy, minimum_of(cache))
         return copy
 
     def capacity(self, entry: HeaderEntry, index: int, prototype: Any = None) -> tuple[int, ...]:
@@ -156,7 +166,7 @@ class LayerCacheCodec(ArraysCodec):
     def clone(self, cache: Any) -> Any:
         slots = [_copied(getattr(cache, name)) for name in self.names]
         copy = self._build(type(cache), cache.window_size, cache.offset, slots)
-        carry_minimum(copy, getattr(cache, "minimum_reusable_offset", 0))
+        carry_minimum(copy, minimum_of(cache))
         return copy
 
     def load(self, entry: HeaderEntry, arrays: Sequence[mx.array], prototype: Any) -> Any:
@@ -217,13 +227,12 @@ class ListCodec(ClassCodec):
         entries = tuple(child.entry for child in children)
         offset = max((entry.offset for entry in entries), default=0)
         arrays = tuple(array for child in children for array in child.arrays)
-        minimum = getattr(cache, "minimum_reusable_offset", 0) or None
-        entry = HeaderEntry(self.kind, offset, children=entries, minimum_reusable_offset=minimum)
+        entry = HeaderEntry(self.kind, offset, children=entries, minimum_reusable_offset=minimum_of(cache))
         return Snapshot(entry, arrays)
 
     def clone(self, cache: Any) -> Any:
         copy = type(cache)(*self.provider().clone(cache.caches))
-        carry_minimum(copy, getattr(cache, "minimum_reusable_offset", 0))
+        carry_minimum(copy, minimum_of(cache))
         return copy
 
     def capacity(self, entry: HeaderEntry, index: int, prototype: Any = None) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""Arrays `[B, H, tokens, D]` that are written, grown and cut together: the *planes* of a cache.
+"""Arrays `[…, tokens, D]` that are written, grown and cut together: the *planes* of a cache.
 
 A plain cache has two, keys and values. A quantized one has six: packed, scales and biases of the keys, then of the
 values (FORMAT 5). Every function here returns new array objects and leaves its arguments alone, but `write` and `hold`.
@@ -10,7 +10,7 @@ from typing import Any
 from .backend import mx
 
 Planes = tuple[mx.array, ...]
-TOKEN_AXIS = 2
+TOKEN_AXIS = -2
 
 
 def held(cache: Any) -> Planes:
@@ -49,7 +49,7 @@ def distinct(arrays: Iterable[mx.array]) -> Planes:
 
 def blank(like: Planes, count: int) -> Planes:
     """Zeros for `count` tokens, in the dtypes and other dimensions of `like`."""
-    return tuple(mx.zeros((*plane.shape[:2], count, plane.shape[3]), dtype=plane.dtype) for plane in like)
+    return tuple(mx.zeros((*plane.shape[:TOKEN_AXIS], count, plane.shape[-1]), dtype=plane.dtype) for plane in like)
 
 
 def join(*parts: Planes) -> Planes:

@@ -25,7 +25,7 @@ class RecurrentCache:
         self.conv: mx.array | None = None
         self.recurrent: mx.array | None = None
         self.offset = 0
-        self.minimum_reusable_offset = 0
+        self.minimum_reusable_offset: int | None = None
 
     def __getitem__(self, index: int) -> mx.array | None:
         found: mx.array | None = getattr(self, _SLOTS[index])

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from .algebra import SnapshotContext, token_capacity
+from .algebra import SnapshotContext
 from .backend import mx
 from .codec import Scalar, TokenCodec
 from .entry import HeaderEntry
@@ -146,11 +146,9 @@ class RotatingCodec(TokenCodec):
         return cut(planes, 0, count if context.whole_ring else min(cache.offset, count))
 
     def _rows(self, entry: HeaderEntry) -> int:
-        """A ring that has dropped tokens must not have one row more; another has room up to max_size."""
-        stored = ring_rows(entry)
-        if entry.offset > stored:
-            return stored
-        return max(stored, min(token_capacity(entry.offset), int(entry.fields["maxSize"])))
+        """Just what is stored: a ring that has dropped tokens must not have one row more, and one that is not full is
+        written as it lies when it is saved again. It grows by itself with the next token."""
+        return ring_rows(entry)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,8 @@ class TokenCache:
 
     keys, values: what attention reads, `[B, H, capacity, D]`, or None while nothing has been stored. Rows from
         `offset` on hold nothing that counts.
-    minimum_reusable_offset: in tokens; a stored copy of this cache may be shortened no further.
+    minimum_reusable_offset: in tokens; a stored copy of this cache may be shortened no further. None, as 0: to any
+        length.
 
     The interface is that of mlx-lm's caches. Not for use from several threads.
     """
@@ -22,7 +23,7 @@ class TokenCache:
         self.keys: Any = None
         self.values: Any = None
         self.offset = 0
-        self.minimum_reusable_offset = 0
+        self.minimum_reusable_offset: int | None = None
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
         """Append the tokens of `keys` and `values` (`[B, H, S, D]`) and return views of all live tokens."""

@@ -127,5 +127,5 @@ def test_no_block_is_forgotten() -> None:
 
 def test_every_kind_of_the_format_is_there() -> None:
     kinds = {kind for file in MANIFEST.values() for kind in file["kinds"]}
-    assert kinds >= {"kv", "rotating", "qkv", "rotating-qkv", "ssm"}
-    assert kinds - KINDS.keys() <= {"turboquant", "mla", "mla-dsa", "mtp-mla", "paged"}
+    ours_alone = {"chunked", "arrays", "list"}  # kinds that the program which wrote the files does not have
+    assert kinds == KINDS.keys() - ours_alone

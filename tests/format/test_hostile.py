@@ -67,7 +67,8 @@ def test_an_empty_tensor_may_lie_past_the_end() -> None:
 
 
 def test_mtp_mla_may_trail_by_one_token() -> None:
-    value = header(5, 5, [entry("mtp-mla", 4, [in_rows(1, 4, 4), in_rows(1, 4, 2)])])
+    geometry = {"kvLoraRank": 4, "ropeHeadDim": 2, "maxTokens": 8}
+    value = header(5, 5, [entry("mtp-mla", 4, [in_rows(1, 4, 4), in_rows(1, 4, 2)], **geometry)])
     assert decode_header(pack(value), path="p").caches[0].offset == 4
 
 
