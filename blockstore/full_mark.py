@@ -14,6 +14,8 @@ from .index_rows import unpack_entry
 from .ledger import Ledger
 from .rooms import Rooms
 
+_ORPHAN = "no row knows it"
+
 
 class Mark(NamedTuple):
     """What a mark did, or would do: what, its name, why, the bytes on the disk that it gives back."""
@@ -27,7 +29,7 @@ class Mark(NamedTuple):
 def mark(rooms: Rooms, progress: Callable[[int, int], None]) -> list[Mark]:
     """Bring index and headers together, then delete block files without a row. Returns what was done."""
     done: list[Mark] = []
-    standing = list(_standing(rooms))
+    standing = _standing(rooms)
     readable = True
     for number, (entry_id, scope) in enumerate(standing):
         with rooms.index.write() as books:
@@ -43,17 +45,17 @@ def mark(rooms: Rooms, progress: Callable[[int, int], None]) -> list[Mark]:
 
 
 def survey(rooms: Rooms) -> list[Mark]:
-    """What mark() would do now; changes nothing."""
-    found = []
-    with rooms.index.env.read() as txn:
-        verdicts = [judge(rooms, txn, entry_id, scope) for entry_id, scope in _standing_in(rooms, txn)]
-        found = [verdict.mark for verdict in verdicts if verdict.mark]
-        if not any(verdict.unreadable for verdict in verdicts):
-            found += [
-                Mark("block", name.hex(), "no row knows it", rooms.fs.allocated(rooms.blocks.path(name)))
-                for name in rooms.blocks.names()
-                if txn.get("blocks", name) is None
-            ]
+    """What mark() would do now; changes nothing, and holds the index for one header or block at a time."""
+    found: list[Mark] = []
+    readable = True
+    for entry_id, scope in _standing(rooms):
+        with rooms.index.env.read() as txn:
+            verdict = judge(rooms, txn, entry_id, scope)
+        readable = readable and not verdict.unreadable
+        found += [verdict.mark] if verdict.mark else []
+    if readable:
+        orphans = (name for name in rooms.blocks.names() if _is_orphan(rooms, name))
+        found += [Mark("block", name.hex(), _ORPHAN, rooms.fs.allocated(rooms.blocks.path(name))) for name in orphans]
     return found
 
 
@@ -100,15 +102,11 @@ def _nothing() -> Verdict:
 
 
 def _standing(rooms: Rooms) -> list[tuple[str, str]]:
-    with rooms.index.env.read() as txn:
-        return _standing_in(rooms, txn)
-
-
-def _standing_in(rooms: Rooms, txn: Transaction) -> list[tuple[str, str]]:
     """(entry id, scope) of every header file and every entry."""
     found = dict(entries.files(rooms))
-    for key, value in txn.items("entries"):
-        found.setdefault(key.hex(), unpack_entry(value).scope)
+    with rooms.index.env.read() as txn:
+        for key, value in txn.items("entries"):
+            found.setdefault(key.hex(), unpack_entry(value).scope)
     return sorted(found.items())
 
 
@@ -123,4 +121,4 @@ def _unlink_orphan(rooms: Rooms, name: bytes) -> Mark:
         # A saver may have reserved it since: its file is about to be renamed into this very place.
         if books.txn.get("blocks", name) is None:
             rooms.blocks.unlink(name)
-    return Mark("block", name.hex(), "no row knows it", size)
+    return Mark("block", name.hex(), _ORPHAN, size)

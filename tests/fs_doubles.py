@@ -1,0 +1,164 @@
+"""Doubles of the file system: one that records, one that fails at the k-th change, one that dies there.
+
+They pass everything on to the real file system. A *change* is a call that alters the disk, or that lets go of a lock:
+between two changes nothing happens that another process could see.
+"""
+
+import errno
+import os
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+from blockstore import environment
+from blockstore.fs import FileSystem
+
+CHANGES = (
+    "write_new", "write_all", "sync_fd", "sync_file", "sync_dir", "rename", "unlink", "make_dir", "remove_dir",
+    "open_lock", "extend", "unlock",
+)  # fmt: skip
+# Which of those a broken or full disk refuses. What only lets go (a lock, a descriptor) cannot fail.
+REFUSABLE = tuple(name for name in CHANGES if name != "unlock")
+_LOOKS = ("open_read", "read_file", "read_into", "try_lock", "close", "size_of")
+
+
+class Call(NamedTuple):
+    """One call: its name, the path it was about ("" where only a descriptor is known), and a rename's target."""
+
+    name: str
+    path: str
+    target: str = ""
+
+    def within(self, folder: str) -> bool:
+        """True where the call was about a name in the folder called `folder`, or brought one there."""
+        return folder in (os.path.basename(os.path.dirname(self.path)), os.path.basename(os.path.dirname(self.target)))
+
+
+class Recording(FileSystem):
+    """Keeps a list of the calls, in order."""
+
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+        self._paths: dict[int, str] = {}
+        self._lock = threading.RLock()
+
+    def clear(self) -> None:
+        self.calls.clear()
+
+    def named(self, *names: str) -> list[Call]:
+        return [call for call in self.calls if call.name in names]
+
+    def entered(self, name: str, args: Sequence[Any]) -> None:
+        """Called before each call goes on to the real file system."""
+        paths = [arg if isinstance(arg, str) else self._paths.get(arg, "") for arg in args[:2] if _names_file(arg)]
+        self.calls.append(Call(name, paths[0] if paths else "", paths[1] if name == "rename" else ""))
+
+    def passed(self, name: str, args: Sequence[Any], result: Any) -> None:
+        """Called after each call that succeeded."""
+        if name in ("open_read", "open_lock"):
+            self._paths[result] = args[0]
+
+
+def _names_file(arg: object) -> bool:
+    return isinstance(arg, str) or type(arg) is int
+
+
+def _hooked(name: str) -> Callable[..., Any]:
+    def call(self: Recording, *args: Any, **options: Any) -> Any:
+        with self._lock:
+            self.entered(name, args)
+        result = getattr(FileSystem, name)(self, *args, **options)
+        with self._lock:
+            self.passed(name, args, result)
+        return result
+
+    return call
+
+
+for _name in (*CHANGES, *_LOOKS):
+    setattr(Recording, _name, _hooked(_name))
+
+
+class FailingAt(Recording):
+    """Raises at the k-th change after arm(k): once, or from then on until it is disarmed."""
+
+    def __init__(self, error_number: int = errno.EIO) -> None:
+        super().__init__()
+        self.error_number = error_number
+        self._left: int | None = None
+        self._lasting = False
+        self.failed = False
+
+    def arm(self, k: int, *, lasting: bool = False) -> None:
+        self._left, self._lasting, self.failed = k, lasting, False
+
+    def disarm(self) -> None:
+        self._left = None
+
+    def entered(self, name: str, args: Sequence[Any]) -> None:
+        super().entered(name, args)
+        if self._left is None or name not in REFUSABLE:
+            return
+        self._left -= 1
+        if self._left < 0 and (self._lasting or not self.failed):
+            self.failed = True
+            raise OSError(self.error_number, os.strerror(self.error_number), self.calls[-1].path)
+
+
+class Killed(BaseException):
+    """What stands for SIGKILL: no handler of ours may catch it and go on."""
+
+
+class Crash(Recording):
+    """Dies at the k-th change after arm(k): that call and every later one raises, as if the process were gone.
+
+    A new file is left half written. bury() then does what the kernel does: descriptors are closed, locks are free.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._left: int | None = None
+        self._locks: set[int] = set()
+        self.dead = False
+
+    def arm(self, k: int) -> None:
+        self._left = k
+
+    def disarm(self) -> None:
+        self._left = None
+
+    def entered(self, name: str, args: Sequence[Any]) -> None:
+        super().entered(name, args)
+        if self.dead:
+            raise Killed
+        if self._left is None or name not in CHANGES:
+            return
+        self._left -= 1
+        if self._left < 0:
+            self.dead = True
+            if name == "write_new":
+                _write_half(args[0], args[1])
+            raise Killed
+
+    def passed(self, name: str, args: Sequence[Any], result: Any) -> None:
+        super().passed(name, args, result)
+        if name == "open_lock":
+            self._locks.add(result)
+        elif name == "close":
+            self._locks.discard(args[0])
+
+    def bury(self, root: str) -> None:
+        """Let go of everything that the dead process held of the store at `root`."""
+        self.dead, self._left = False, None
+        env = environment._SHARED.pop(os.path.realpath(os.path.join(root, "index")), None)
+        if env is not None:
+            env._unmap()
+        for fd in self._locks:
+            os.close(fd)
+        self._locks.clear()
+
+
+def _write_half(path: str, parts: Iterable[bytes | memoryview]) -> None:
+    data = b"".join(parts)
+    with open(path, "xb") as file:
+        file.write(data[: len(data) // 2])
