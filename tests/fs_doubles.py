@@ -33,6 +33,14 @@ class Call(NamedTuple):
         """True where the call was about a name in the folder called `folder`, or brought one there."""
         return folder in (os.path.basename(os.path.dirname(self.path)), os.path.basename(os.path.dirname(self.target)))
 
+    @property
+    def places_block(self) -> bool:
+        return self.name == "rename" and os.path.basename(os.path.dirname(self.target)) == "blocks"
+
+    @property
+    def places_header(self) -> bool:
+        return self.name == "rename" and self.target.endswith(".mlxkv")
+
 
 class Recording(FileSystem):
     """Keeps a list of the calls, in order."""
@@ -48,10 +56,16 @@ class Recording(FileSystem):
     def named(self, *names: str) -> list[Call]:
         return [call for call in self.calls if call.name in names]
 
+    def about_to(self, name: str, args: Sequence[Any]) -> None:
+        """Called before each call, outside of every lock."""
+
     def entered(self, name: str, args: Sequence[Any]) -> None:
-        """Called before each call goes on to the real file system."""
+        """Called right before each call goes on to the real file system; by one thread at a time."""
+        self.calls.append(self.described(name, args))
+
+    def described(self, name: str, args: Sequence[Any]) -> Call:
         paths = [arg if isinstance(arg, str) else self._paths.get(arg, "") for arg in args[:2] if _names_file(arg)]
-        self.calls.append(Call(name, paths[0] if paths else "", paths[1] if name == "rename" else ""))
+        return Call(name, paths[0] if paths else "", paths[1] if name == "rename" else "")
 
     def passed(self, name: str, args: Sequence[Any], result: Any) -> None:
         """Called after each call that succeeded."""
@@ -65,6 +79,7 @@ def _names_file(arg: object) -> bool:
 
 def _hooked(name: str) -> Callable[..., Any]:
     def call(self: Recording, *args: Any, **options: Any) -> Any:
+        self.about_to(name, args)
         with self._lock:
             self.entered(name, args)
         result = getattr(FileSystem, name)(self, *args, **options)
@@ -77,6 +92,33 @@ def _hooked(name: str) -> Callable[..., Any]:
 
 for _name in (*CHANGES, *_LOOKS):
     setattr(Recording, _name, _hooked(_name))
+
+
+class Watching(Recording):
+    """Lets a test look, or interfere, right before a call. What the test itself calls is not watched."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before: Callable[[Call], None] | None = None
+
+    def about_to(self, name: str, args: Sequence[Any]) -> None:
+        if self.before is not None:
+            look, self.before = self.before, None
+            try:
+                look(self.described(name, args))
+            finally:
+                self.before = look
+
+    def once(self, matches: Callable[[Call], bool], act: Callable[[], object]) -> None:
+        """Act right before the first call that matches."""
+        done: list[Call] = []
+
+        def look(call: Call) -> None:
+            if not done and matches(call):
+                done.append(call)
+                act()
+
+        self.before = look
 
 
 class FailingAt(Recording):

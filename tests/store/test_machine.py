@@ -35,6 +35,7 @@ from store_kit import (
     assert_total,
     block_names,
     block_path,
+    block_rows,
     disk_bytes,
     flip,
     header_of,
@@ -99,6 +100,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.known: dict[str, Known] = {}
         self.bad_blocks: set[str] = set()  # damaged by us, and not written again since
         self.bad_headers: set[str] = set()
+        self.condemned: set[str] = set()  # bad blocks that a load has met
         self.uses = 0
 
     @initialize(hash_name=st.sampled_from(["blake3", "sha256"]))
@@ -130,10 +132,12 @@ class StoreMachine(RuleBasedStateMachine):
         return list(self.known)[number % len(self.known)]
 
     def note_saved(self, entry_id: str, known: Known) -> None:
-        """An entry of equal identity and tokens gives way."""
+        """An entry of equal identity and tokens gives way; what could be seen to be bad has been written again."""
         for other in self.equal_to(known):
             self.forget(other)
         self.known[entry_id] = known
+        for name in named_blocks(header_of(self.store, entry_id)) & self.bad_blocks:
+            assert not is_bad(self.store, name) or (name in self.hidden and name not in self.condemned)
 
     def equal_to(self, known: Known) -> list[str]:
         return [key for key, other in self.known.items() if (other.tokens, other.ns) == (known.tokens, known.ns)]
@@ -230,8 +234,9 @@ class StoreMachine(RuleBasedStateMachine):
         self.known[entry_id] = Known(known.tokens, known.model, known.ns, self.next_use(), known.pinned)
 
     def load_damaged(self, entry_id: str, length: int | None) -> None:
-        with pytest.raises(CorruptEntry):
+        with pytest.raises(CorruptEntry) as caught:
             self.store.load(entry_id, length=length)
+        self.condemned |= self.bad_blocks & {str(caught.value.digest)}
         self.forget(entry_id)
 
     @precondition(lambda self: self.known)
@@ -362,6 +367,18 @@ class StoreMachine(RuleBasedStateMachine):
 
     def forget_healed(self) -> None:
         self.bad_blocks = {name for name in self.bad_blocks if is_bad(self.store, name)}
+        self.condemned &= self.bad_blocks
+        rows = block_rows(self.store)
+        # What no look at the size shows, and somebody still refers to.
+        self.hidden = {
+            name
+            for name in self.bad_blocks
+            if name in rows and rows[name].refs and self.size_of(name) == rows[name].size
+        }
+
+    def size_of(self, name: str) -> int | None:
+        path = block_path(self.store, name)
+        return path.stat().st_size if path.exists() else None
 
     @invariant()
     def what_is_indexed_is_what_is_known(self) -> None:

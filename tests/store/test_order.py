@@ -3,33 +3,17 @@
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from blockstore import Store
-from fs_doubles import CHANGES, Call, Recording
+from fs_doubles import CHANGES, Call, Watching
 from store_kit import block_path, flip
 from token_caches import IDENTITY, plain, small_store
 
 TOKENS = list(range(12))
 LONGER = [*range(10), 90, 91, 92, 93, 94]
 SYNCS = ("sync_fd", "sync_file", "sync_dir")
-
-
-class Watching(Recording):
-    """Lets a test look at the store right before a call."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.before: Callable[[Call], None] | None = None
-
-    def entered(self, name: str, args: Sequence[Any]) -> None:
-        super().entered(name, args)
-        if self.before is not None and name in CHANGES:
-            look, self.before = self.before, None  # what the look calls is not looked at
-            look(self.calls[-1])
-            self.before = look
 
 
 @pytest.fixture
@@ -59,14 +43,6 @@ def places(calls: Sequence[Call], wanted: Callable[[Call], bool]) -> list[int]:
     return [i for i, call in enumerate(calls) if wanted(call)]
 
 
-def is_publication(call: Call) -> bool:
-    return call.name == "rename" and os.path.basename(os.path.dirname(call.target)) == "blocks"
-
-
-def is_header(call: Call) -> bool:
-    return call.name == "rename" and call.target.endswith(".mlxkv")
-
-
 def about(name: str, path: str) -> Callable[[Call], bool]:
     return lambda call: (call.name, call.path) == (name, path)
 
@@ -78,8 +54,8 @@ def test_blocks_come_first_then_the_header_then_the_index(store: Store, fs: Watc
     seen: list[str] = []
 
     def look(call: Call) -> None:
-        if is_publication(call) or is_header(call):
-            seen.append("block" if is_publication(call) else "header")
+        if call.places_block or call.places_header:
+            seen.append("block" if call.places_block else "header")
             assert len(store.entries()) == 1, "the entry is in the index before its header stands"
 
     fs.before = look
@@ -93,7 +69,7 @@ def test_nothing_enters_blocks_before_it_is_reserved(store: Store, fs: Watching)
     reserved: list[bool] = []
 
     def look(call: Call) -> None:
-        if is_publication(call):
+        if call.places_block:
             with store._rooms.index.env.read() as txn:
                 row = txn.get("blocks", bytes.fromhex(os.path.basename(call.target)))
                 reserved.append(row is not None and txn.count("leases") == 1)
@@ -108,8 +84,8 @@ def test_nothing_enters_blocks_before_it_is_reserved(store: Store, fs: Watching)
 def test_a_durable_save_syncs_each_file_before_it_has_its_name_and_then_the_names(store: Store, fs: Watching) -> None:
     save_longer(store)
     calls = fs.calls
-    [header] = places(calls, is_header)
-    blocks = places(calls, is_publication)
+    [header] = places(calls, lambda call: call.places_header)
+    blocks = places(calls, lambda call: call.places_block)
     synced_names = places(calls, lambda call: call.name == "sync_dir" and call.path.endswith("blocks"))
     for at in blocks:
         temporary = calls[at].path
@@ -130,7 +106,7 @@ def test_a_new_scope_is_durable_before_its_first_header_is_named_there(tmp_path:
         save_longer(store)
     made = places(fs.calls, lambda call: call.name == "make_dir" and "entries" in call.path)
     synced = places(fs.calls, lambda call: call.name == "sync_dir" and call.path.endswith("entries"))
-    assert made[-1] < synced[0] < places(fs.calls, is_header)[0]
+    assert made[-1] < synced[0] < places(fs.calls, lambda call: call.places_header)[0]
 
 
 @pytest.mark.parametrize("durability", ["none"], indirect=True)

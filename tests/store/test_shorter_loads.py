@@ -63,8 +63,11 @@ def _arrays() -> Any:
 
 
 def _front_trimmed(tokens: Sequence[int]) -> Any:
+    """Only the last 64 tokens are left. Done here, since 0.31's maybe_trim_front takes spare rows for tokens."""
     cache = extend(mlx_lm_cache.ChunkedKVCache(64), tokens)
-    cache.maybe_trim_front()
+    dropped = cache.start_position = max(cache.offset - 64, 0)
+    if dropped:
+        cache.keys, cache.values = (side[..., dropped : cache.offset, :] for side in (cache.keys, cache.values))
     return cache
 
 
