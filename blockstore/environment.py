@@ -19,7 +19,7 @@ from .errors import BlockstoreError, StoreBroken, StoreFull
 from .fs import FileSystem, is_full
 from .locks import HostLock
 
-DATA_NAME: Final = "data.mdb"
+DATA_NAME: Final = "data.mdb"  # the name that LMDB gives it
 LOCK_NAME: Final = "lock"
 TABLES: Final = (
     "meta",

@@ -179,10 +179,6 @@ class FileSystem:
     def close(self, fd: int) -> None:
         os.close(fd)
 
-    def lock(self, fd: int) -> None:
-        """Wait for an exclusive lock."""
-        fcntl.flock(fd, fcntl.LOCK_EX)
-
     def unlock(self, fd: int) -> None:
         fcntl.flock(fd, fcntl.LOCK_UN)
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import secrets
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
@@ -9,12 +10,15 @@ import msgspec
 
 from .blocks import Blocks
 from .digest import HASHERS
+from .environment import DATA_NAME
 from .errors import InvalidInput, StoreBroken, UnsupportedFormat
 from .fs import FileSystem
 from .leases import Leases
 
 FORMAT: Final = 1
 CONFIG_NAME: Final = "store.json"
+LOCK_NAME: Final = "store.lock"
+TAG_NAME: Final = "CACHEDIR.TAG"
 HEADER_SUFFIX: Final = ".mlxkv"
 SCOPE_HEX_DIGITS: Final = 32
 _CONFIG_LIMIT_BYTES: Final = 64 << 10
@@ -71,7 +75,7 @@ class Layout:
 
     @property
     def lock_path(self) -> str:
-        return os.path.join(self.root, "store.lock")
+        return os.path.join(self.root, LOCK_NAME)
 
     @property
     def durable(self) -> bool:
@@ -81,12 +85,9 @@ class Layout:
         return os.path.join(self.entries_folder, scope, entry_id + HEADER_SUFFIX)
 
 
-def create(fs: FileSystem, root: str, config: StoreConfig) -> None:
-    """Make the directories of a new store. store.json is written last and by link-free rename: it is the store."""
-    _check_config(config, root)
-    os.makedirs(os.path.dirname(root) or "/", exist_ok=True)
-    fs.make_dir(root)
-    ours = {*_FOLDERS, "store.lock", "CACHEDIR.TAG", CONFIG_NAME}
+def check_free(fs: FileSystem, root: str) -> None:
+    """Raise unless a new store may be made in the directory `root`: empty, or left by a creation that was cut short."""
+    ours = {*_FOLDERS, LOCK_NAME, TAG_NAME, CONFIG_NAME}
     strangers = sorted(name for name in set(fs.names(root)) - ours if not name.startswith("."))
     if strangers:
         raise InvalidInput(
@@ -95,20 +96,38 @@ def create(fs: FileSystem, root: str, config: StoreConfig) -> None:
             found=strangers[0],
             hint="Name a new or empty directory.",
         )
+    for folder in ("entries", "blocks"):
+        if next(iter(fs.names(os.path.join(root, folder))), None) is not None:
+            raise StoreBroken(
+                "store.json is missing from a store that holds something",
+                path=os.path.join(root, CONFIG_NAME),
+                hint="Write it again: " + _text(StoreConfig(FORMAT, "blake3", 64, 1 << 20, "full")).decode().strip(),
+            )
+
+
+def create(fs: FileSystem, root: str) -> None:
+    """Make the directories of a new store; what a creation that was cut short left is used. store.json is still due."""
     for name in _FOLDERS:
         fs.make_dir(os.path.join(root, name))
-    tag = os.path.join(root, "CACHEDIR.TAG")
-    if not fs.exists(tag):
-        fs.write_new(tag, [_TAG])
+    tag = os.path.join(root, TAG_NAME)
+    fs.unlink(tag)
+    fs.write_new(tag, [_TAG])
+    # Nothing is in the store yet, so nothing is in an index that a cut short creation has begun.
+    fs.unlink(os.path.join(root, "index", DATA_NAME))
 
 
 def write_config(fs: FileSystem, root: str, config: StoreConfig) -> None:
+    """Write store.json, which is what makes a directory a store; it appears whole or not at all."""
+    check_config(config, root)
     path = os.path.join(root, CONFIG_NAME)
-    temporary = f"{path}.{os.getpid()}.tmp"
-    fs.unlink(temporary)
-    fs.write_new(temporary, [json.dumps(msgspec.to_builtins(config), indent=1).encode() + b"\n"], sync=True)
+    temporary = os.path.join(root, f".{CONFIG_NAME}.{secrets.token_hex(8)}.tmp")
+    fs.write_new(temporary, [_text(config)], sync=True)
     fs.rename(temporary, path)
     fs.sync_dir(root)
+
+
+def _text(config: StoreConfig) -> bytes:
+    return json.dumps(msgspec.to_builtins(config)).encode() + b"\n"
 
 
 def read_config(fs: FileSystem, root: str) -> StoreConfig | None:
@@ -122,7 +141,7 @@ def read_config(fs: FileSystem, root: str) -> StoreConfig | None:
         config = msgspec.json.decode(text, type=StoreConfig)
     except msgspec.DecodeError as error:
         raise _newer_or_broken(text, path, error) from error
-    _check_config(config, path)
+    check_config(config, path)
     return config
 
 
@@ -142,7 +161,7 @@ def _newer(path: str, found: object) -> UnsupportedFormat:
     )
 
 
-def _check_config(config: StoreConfig, path: str) -> None:
+def check_config(config: StoreConfig, path: str) -> None:
     if config.format != FORMAT:
         raise _newer(path, config.format)
     if config.block_hash not in HASHERS:

@@ -18,8 +18,9 @@ _DEFAULTS: Final = StoreConfig(
     format=layout.FORMAT, block_hash="blake3", span=64, block_bytes=1 << 20, durability="full"
 )
 _LEAVE_FREE_BYTES: Final = 10 << 30
-# A process that makes the store holds the lock for a moment, a repair for longer.
-_CREATION_PATIENCE_S: Final = 2.0
+# A process that makes the store holds its lock for a moment; on a slow disk for longer. A repair takes minutes.
+_CREATION_PATIENCE_S: Final = 10.0
+_REPAIR_PATIENCE_S: Final = 2.0
 _LEAST_CAP_BYTES: Final = 1 << 30
 
 
@@ -45,30 +46,50 @@ def open_or_create(
 
 
 def _create(fs: FileSystem, root: str, wanted: Mapping[str, Any], max_bytes: int | None) -> Layout:
-    """Make the store, unless another process just did; both take the store lock for it."""
+    """Make the store, unless another process just did: both hold the store lock while they look and make."""
     chosen = {name: value for name, value in wanted.items() if value is not None}
     config = msgspec.structs.replace(_DEFAULTS, max_bytes=max_bytes or _default_cap(fs, root), **chosen)
-    layout.create(fs, root, config)
-    fd = fs.open_lock(os.path.join(root, "store.lock"))
+    layout.check_config(config, root)
+    os.makedirs(os.path.dirname(root), exist_ok=True)
+    fs.make_dir(root)
+    layout.check_free(fs, root)
+    fd = fs.open_lock(os.path.join(root, layout.LOCK_NAME))
     try:
-        fs.lock(fd)
+        made = _await_turn(fs, fd, root)
+        if made is not None:
+            return made
+        layout.check_free(fs, root)
+        layout.create(fs, root)
+        _create_index(Layout(root, config, fs))
+        layout.write_config(fs, root, config)
+        return Layout(root, config, fs)
+    finally:
+        fs.close(fd)
+
+
+def _await_turn(fs: FileSystem, fd: int, root: str) -> Layout | None:
+    """Hold the store lock, or return the store that another process has made: it may keep the lock, shared."""
+    deadline = Deadline(_CREATION_PATIENCE_S)
+    while not fs.try_lock(fd, exclusive=True):
         made = layout.open_layout(fs, root)
         if made is not None:
             return made
-        made = Layout(root, config, fs)
-        env = environment.acquire(fs, made.index_folder, durable=made.durable)
-        try:
-            env.create()
-            assert config.max_bytes is not None, "a new store always has a cap"
-            Index(env, fs.allocation_unit(root)).set_max_bytes(config.max_bytes)
-            if made.durable:
-                fs.sync_dir(made.index_folder)
-        finally:
-            environment.release(env)
-        layout.write_config(fs, root, config)
-        return made
+        if deadline():
+            raise StoreBusy("another process is making the store", path=root)
+        time.sleep(0.01)
+    return layout.open_layout(fs, root)
+
+
+def _create_index(made: Layout) -> None:
+    env = environment.acquire(made.fs, made.index_folder, durable=made.durable)
+    try:
+        env.create()
+        assert made.config.max_bytes is not None, "a new store always has a cap"
+        Index(env, made.fs.allocation_unit(made.root)).set_max_bytes(made.config.max_bytes)
+        if made.durable:
+            made.fs.sync_dir(made.index_folder)
     finally:
-        fs.close(fd)
+        environment.release(env)
 
 
 def _default_cap(fs: FileSystem, root: str) -> int:
@@ -79,7 +100,7 @@ def _default_cap(fs: FileSystem, root: str) -> int:
 def hold_shared(fs: FileSystem, found: Layout) -> int:
     """Hold the store's lock shared for as long as the store is open: replacing the index needs it exclusive."""
     fd = fs.open_lock(found.lock_path)
-    deadline = Deadline(_CREATION_PATIENCE_S)
+    deadline = Deadline(_REPAIR_PATIENCE_S)
     while not fs.try_lock(fd, exclusive=False):
         if deadline():
             fs.close(fd)

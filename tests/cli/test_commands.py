@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -373,7 +374,7 @@ def test_ambiguous_beginnings_are_refused_and_short_ids_told_apart(
     command: Any, tmp_path: Path, save_into: SaveInto, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ids = iter(["12345678" + "9" + "0" * 23, "12345678" + "a" + "0" * 23])
-    monkeypatch.setattr("blockstore.leases.secrets.token_hex", lambda count: next(ids))
+    monkeypatch.setattr("blockstore.leases.secrets", SimpleNamespace(token_hex=lambda count: next(ids)))
     first, second = save_into(tmp_path / "store", [5, 9], Identity("m", "c", "t"))
     root = tmp_path / "store"
     assert command("show", "12345678", root=root).code == 3
