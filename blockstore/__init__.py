@@ -18,7 +18,8 @@ from .errors import (
     UnsupportedFormat,
 )
 from .identity import Identity, identity_of
-from .store import Entry, Match, Stats, Store
+from .listing import Entry, Match, Stats
+from .store import Store
 
 __all__ = [
     "BlockstoreError",

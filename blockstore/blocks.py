@@ -15,10 +15,11 @@ _CHUNK_BYTES = 1 << 20
 
 
 class Blocks:
-    """Files of one directory. Digests are 32 bytes here, hex only in names."""
+    """Files of one directory. Digests are 32 bytes here, hex only in names. What is no file is moved to `aside`."""
 
-    def __init__(self, fs: FileSystem, directory: str, hash_name: str) -> None:
+    def __init__(self, fs: FileSystem, directory: str, hash_name: str, aside: str) -> None:
         self._fs = fs
+        self._aside = aside
         self.directory = directory
         self.hash_name = hash_name
 
@@ -76,10 +77,15 @@ class Blocks:
         return True
 
     def publish(self, source: str, digest_: bytes) -> None:
-        self._fs.rename(source, self.path(digest_))
+        target = self.path(digest_)
+        try:
+            self._fs.rename(source, target)
+        except IsADirectoryError:
+            self._fs.set_aside(target, self._aside)
+            self._fs.rename(source, target)
 
     def unlink(self, digest_: bytes) -> bool:
-        return self._fs.unlink(self.path(digest_))
+        return self._fs.discard(self.path(digest_), self._aside)
 
     def sync(self) -> None:
         self._fs.sync_dir(self.directory)

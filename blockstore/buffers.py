@@ -103,6 +103,9 @@ def _distinct(array: mx.array, stream: Any) -> mx.array:
 
 def _numpy(view: mx.array, *, writable: bool) -> ByteArray:
     result = np.asarray(memoryview(cast(Any, view))) if view.size else np.empty(view.shape, f"u{view.itemsize}")
+    # Where MLX could not allocate, the array has no memory, and numpy would quietly take some of its own.
+    if view.size and (result.flags.owndata or result.ctypes.data == 0):
+        raise MemoryError(f"no memory for an array of {view.nbytes} bytes")
     result.flags.writeable = writable
     return result
 

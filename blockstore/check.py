@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import msgspec
 
-from . import entries, environment, full_mark, probe
+from . import entries, environment, full_mark, ledger, prefixes, probe
 from .environment import Transaction
 from .errors import CacheMiss, StoreBroken, StoreBusy
 from .fs import FileSystem
@@ -104,7 +104,10 @@ def _check_entry(
         if rooms.index.entry(entry_id) is not None:
             yield Problem("damage", "header", entry_id, error.message)
         return
-    if list(implied.sizes) != digests and set(implied.sizes) != set(digests):
+    known = rooms.index.entry(entry_id)
+    if known is not None and msgspec.structs.replace(implied.row, pinned=known.pinned, used=known.used) != known:
+        yield Problem("drift", "entry", entry_id, "the index has other facts of it than its header")
+    if set(implied.sizes) != set(digests):
         yield Problem("drift", "entry", entry_id, "the index names other blocks than its header")
     for digest, size in implied.sizes.items():
         if digest not in verified:
@@ -139,9 +142,29 @@ def _check_rows(rooms: Rooms) -> Iterator[Problem]:
                 yield Problem("drift", "block", digest.hex(), "the list of dead blocks is wrong about it")
         for digest in counted:
             yield Problem("drift", "block", digest.hex(), "it is referred to and has no row")
+        yield from _check_tables(txn)
     recorded = rooms.index.total_bytes()
     if recorded != total and rooms.index.total_bytes() == recorded:
         yield Problem("drift", "total", "bytes", f"{recorded} recorded, {total} counted")
+
+
+def _check_tables(txn: Transaction) -> Iterator[Problem]:
+    """What find, replacement and eviction go by: every entry has just its rows there, and nobody else has any."""
+    chains = entries_ = 0
+    for key, value in txn.items("entries"):
+        entry_id, row, tokens = key.hex(), unpack_entry(value), txn.get("tokens", key) or b""
+        wanted = list(prefixes.rows(row, key, tokens))
+        entries_, chains = entries_ + 1, chains + len(wanted)
+        if len(tokens) != 4 * row.token_count or any(txn.get("chains", at) != length for at, length in wanted):
+            yield Problem("drift", "entry", entry_id, "the token chains that find it are wrong")
+        if txn.get("equal", row.equal) != key:
+            yield Problem("drift", "entry", entry_id, "it would not be replaced by an equal one")
+        if txn.get("uses", ledger.COUNT.pack(row.used) + key) is None:
+            yield Problem("drift", "entry", entry_id, "its last use is not listed")
+    expected = {"chains": chains, "equal": entries_, "uses": entries_, "digests": entries_, "tokens": entries_}
+    for table, count in expected.items():
+        if txn.count(table) != count:
+            yield Problem("drift", "table", table, f"{txn.count(table)} rows instead of {count}")
 
 
 def _counted(txn: Transaction) -> Counter[bytes]:
@@ -241,10 +264,11 @@ class _Repair:
     def _enter(self, rooms: Rooms, entry_id: str, implied: entries.Implied) -> None:
         with rooms.index.write() as books:
             older = books.equal(implied.row.equal)
+            row = implied.row
             if older is not None:
-                books.doom(older)
+                row = books.succeed(older, row)
                 self.repairs.append(f"entry {older}: superseded by {entry_id}")
-            books.adopt(entry_id, implied.row, implied.tokens, implied.sizes)
+            books.adopt(entry_id, row, implied.tokens, implied.sizes)
 
     def _clear_leases(self, rooms: Rooms) -> None:
         """Nobody has the store open, so every lease's owner is dead."""

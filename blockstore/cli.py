@@ -3,6 +3,9 @@
 Nothing here imports mlx or numpy, but for the demo, and rich only where a bar is drawn.
 """
 
+import contextlib
+import io
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -17,7 +20,8 @@ from .cli_run import DEFAULT_ROOT, ROOT_VARIABLE, Options, Run, options_before, 
 from .errors import BlockstoreError, EntryGone, InvalidInput, StoreBroken
 from .fs import FileSystem
 from .layout import Layout, open_layout
-from .store import Entry, Store
+from .listing import Entry
+from .store import Store
 
 # What reads headers is imported by the commands that do: it is a good part of the time of those that do not.
 if TYPE_CHECKING:
@@ -62,13 +66,27 @@ app = typer.Typer(
 
 def main() -> None:
     """The console script."""
+    _open_standard_streams()
     for stream in (sys.stdout, sys.stderr):
         # A model's name must not stop a listing where the terminal's encoding lacks a letter.
-        stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # a TextIOWrapper in a process
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     try:
         app(prog_name="blockstore")
     except KeyboardInterrupt:
         sys.exit(Code.INTERRUPTED)
+
+
+def _open_standard_streams() -> None:
+    """Give closed standard streams a descriptor: the next file to be opened must not become one of them."""
+    for fd, name in ((0, "stdin"), (1, "stdout"), (2, "stderr")):
+        if getattr(sys, name) is None:
+            with contextlib.suppress(OSError):
+                null = os.open(os.devnull, os.O_RDWR)
+                if null != fd:
+                    os.dup2(null, fd)
+                    os.close(null)
+            setattr(sys, name, open(os.devnull, "r+", encoding="utf-8"))  # noqa: SIM115  # for as long as the process
 
 
 def _print_version(wanted: bool) -> None:

@@ -6,7 +6,7 @@ from typing import Final
 
 from .errors import EntryGone, InvalidInput
 from .leases import ID_HEX_DIGITS
-from .store import Entry
+from .listing import Entry
 
 # Shorter beginnings are more often a slip of the hand than a choice, and rm asks nobody.
 LEAST_DIGITS: Final = 4

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from . import report
     from .check import Report
     from .collect import Plan
-    from .store import Entry, Stats
+    from .listing import Entry, Stats
 
 # A table of blocks can be long; --json has all of it.
 _FIELD_LETTERS: Final = 60

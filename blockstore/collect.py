@@ -73,6 +73,13 @@ def full_plan(rooms: Rooms) -> Plan:
     return Plan(plan(rooms).items + tuple(found))
 
 
+def check_can_fit(rooms: Rooms, own_bytes: int) -> None:
+    """Raise StoreFull where no eviction would make room for that many bytes; before they are all written."""
+    cap = rooms.index.max_bytes()
+    if cap is not None and _fixed_bytes(rooms) + own_bytes > cap:
+        raise _full(rooms, cap, own_bytes)
+
+
 def make_room(rooms: Rooms, own_bytes: int, header_bytes: int) -> None:
     """Evict the least recently used entries until a save fits the store's cap. Raises StoreFull.
 
@@ -88,6 +95,9 @@ def make_room(rooms: Rooms, own_bytes: int, header_bytes: int) -> None:
     if _fixed_bytes(rooms) + own_bytes + needed > cap:
         raise _full(rooms, cap, needed)
     rooms.index.flush()  # the uses say who goes
+    # What dead savers and unfinished removals hold goes before anything that lives.
+    _finish_doomed(rooms)
+    _reap_leases(rooms)
     _delete_dead(rooms, _NO_PROGRESS)
     while used_bytes(rooms) + needed > cap:
         oldest = rooms.index.oldest()

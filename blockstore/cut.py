@@ -14,6 +14,7 @@ from kvcodecs.geometry import KINDS, Run, group_class
 
 DEFAULT_SPAN: Final = 64
 DEFAULT_BLOCK_BYTES: Final = 1 << 20
+WIDEST_TOKEN_BYTES: Final = 16 << 20
 Ref = tuple[int, int]  # (leaf, slot)
 
 
@@ -134,7 +135,10 @@ def _token_tensors(leaves: Sequence[HeaderEntry]) -> Iterator[tuple[Ref, int]]:
     """The tensors that have a token axis and any bytes, with that axis."""
     for ref, tensor in numbered(leaves):
         geometry = KINDS.get(leaves[ref[0]].kind)
-        if geometry is not None and geometry.axis is not None and tensor.bytes:
+        if geometry is None or geometry.axis is None or not tensor.bytes:
+            continue
+        # A reader takes a segment whole; a tensor with tokens of such a width is cut by itself instead.
+        if token_bytes(tensor, geometry.axis) <= WIDEST_TOKEN_BYTES:
             yield ref, geometry.axis
 
 

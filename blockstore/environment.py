@@ -37,6 +37,8 @@ TABLES: Final = (
 _MAP_BYTES: Final = 64 << 30
 _LEAST_MAP_BYTES: Final = 1 << 30
 _MARGIN_BYTES: Final = 16 << 20
+_RESERVE_BYTES: Final = 256 << 10
+_FULL_BELOW_BYTES: Final = 64 << 10
 _META_MAGIC: Final = 0xBEEFC0DE
 # A page begins with 16 bytes; then the meta: magic, version, address, map size, two 48-byte tables, last page, txn id.
 _META: Final = struct.Struct("<II16x I44x 48x QQ")
@@ -59,6 +61,8 @@ class Environment:
         self._env: lmdb.Environment | None = None
         self._tables: dict[str, Any] = {}
         self._fd: int | None = None
+        self._broken = ""
+        self._reserved = 0
         self.users = 0
         _LIVE.add(self)
 
@@ -117,6 +121,8 @@ class Environment:
                 self._open(create=False)
 
     def _checked(self) -> lmdb.Environment:
+        if self._broken:
+            raise Broken(self._broken, path=self.path)
         if self._env is None or self._fd is None:
             raise Broken("the index was closed", path=self.path, hint="Open the store again.")
         if not self._fs.same_file(self._fd, self.path):
@@ -165,6 +171,9 @@ class Environment:
         needed = (env.info()["last_pgno"] + 1) * page_bytes
         if (self._fs.size_of(self.path) or 0) < needed + _MARGIN_BYTES // 4:
             self._fs.extend(self.path, needed + _MARGIN_BYTES)
+        # A removal writes to the index before it frees anything: some space is kept for it on a full disk.
+        if self._reserved < needed + _RESERVE_BYTES // 2 and self._fs.reserve(self.path, needed, _RESERVE_BYTES):
+            self._reserved = needed + _RESERVE_BYTES
 
     @contextmanager
     def _translated(self) -> Iterator[None]:
@@ -175,7 +184,12 @@ class Environment:
         except lmdb.DiskError as error:
             raise StoreFull(f"the index could not be written: {error}", path=self.path) from error
         except lmdb.Error as error:
-            raise Broken(f"the index cannot be used: {error}", path=self.path) from error
+            if self._fs.free_bytes(self.directory)[0] < _FULL_BELOW_BYTES:
+                # A commit that is cut short by a full disk is an input/output error to LMDB.
+                raise StoreFull(f"no space is left for the index: {error}", path=self.path) from error
+            # Going on after LMDB met a bad page can end in its own assertions, which end the process.
+            self._broken = f"the index cannot be used: {error}"
+            raise Broken(self._broken, path=self.path) from error
         except OSError as error:
             if isinstance(error, BlockstoreError) or not is_full(error):
                 raise

@@ -8,6 +8,7 @@ decided here, by capability: a stronger fsync where the kernel offers one, the n
 import errno
 import fcntl
 import os
+import secrets
 import stat
 from collections.abc import Iterator, Sequence
 from typing import Final
@@ -79,6 +80,34 @@ class FileSystem:
         if os.stat(path).st_size < size:
             os.truncate(path, size)
 
+    def reserve(self, path: str, offset: int, size: int) -> bool:
+        """Take space for `size` bytes of a file from `offset` on; False where there is none, or no call for it."""
+        if not hasattr(os, "posix_fallocate"):
+            return False
+        fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            os.posix_fallocate(fd, offset, size)
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
+                return False
+            raise
+        finally:
+            os.close(fd)
+        return True
+
+    def file_system_type(self, path: str) -> str | None:
+        """The kind of file system that holds `path` or its nearest existing parent; None where nobody tells."""
+        while not os.path.exists(path):
+            path = os.path.dirname(path) or "/"
+        device = os.stat(path).st_dev
+        wanted = f"{os.major(device)}:{os.minor(device)}"
+        try:
+            with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as mounts:
+                lines = [line.split() for line in mounts]
+        except OSError:
+            return None
+        return next((line[line.index("-") + 1] for line in lines if line[2] == wanted and "-" in line), None)
+
     def exists(self, path: str) -> bool:
         return os.path.lexists(path)
 
@@ -136,6 +165,20 @@ class FileSystem:
         except FileNotFoundError:
             return False
         return True
+
+    def discard(self, path: str, aside: str) -> bool:
+        """unlink(), but a directory that stands under the name is moved to `aside`; False where nothing stood there."""
+        try:
+            return self.unlink(path)
+        except (IsADirectoryError, PermissionError):  # macOS says EPERM
+            if not os.path.isdir(path) or os.path.islink(path):
+                raise
+            self.set_aside(path, aside)
+            return True
+
+    def set_aside(self, path: str, aside: str) -> None:
+        """Move whatever stands at `path` into the folder `aside`, under a name that nobody has."""
+        self.rename(path, os.path.join(aside, f"{secrets.token_hex(4)}-{os.path.basename(path)}"))
 
     def make_dir(self, path: str) -> bool:
         """Create a directory; False where it stands already."""

@@ -69,7 +69,7 @@ class Index:
                 books.set_state(digest, PRESENT)
             older = books.equal(entry.equal)
             if older is not None:
-                books.doom(older)
+                entry = books.succeed(older, entry)
             self._flush_into(books)  # those uses came before this one
             books.fulfil(lease_id, entry, tokens)
         return Published(replaced=(older,) if older is not None else ())

@@ -6,6 +6,7 @@ from typing import Any, Final
 import msgspec
 
 from .digest import DIGEST_BYTES
+from .errors import StoreBroken
 
 ABSENT: Final = 0
 WRITING: Final = 1
@@ -27,7 +28,11 @@ class BlockRow(msgspec.Struct):
 
 
 def unpack_block(value: bytes) -> BlockRow:
-    return BlockRow(*_BLOCK.unpack(value))
+    """Raises StoreBroken for what pack() never made; so do the others."""
+    try:
+        return BlockRow(*_BLOCK.unpack(value))
+    except struct.error as error:
+        raise _broken(error) from error
 
 
 class EntryRow(msgspec.Struct, frozen=True):
@@ -69,11 +74,21 @@ def pack(row: Any) -> bytes:
 
 
 def unpack_entry(value: bytes) -> EntryRow:
-    return _ENTRY.decode(value)
+    try:
+        return _ENTRY.decode(value)
+    except msgspec.DecodeError as error:
+        raise _broken(error) from error
 
 
 def unpack_lease(value: bytes) -> LeaseRow:
-    return _LEASE.decode(value)
+    try:
+        return _LEASE.decode(value)
+    except msgspec.DecodeError as error:
+        raise _broken(error) from error
+
+
+def _broken(error: Exception) -> StoreBroken:
+    return StoreBroken(f"a row of the index cannot be read: {error}")
 
 
 def split_digests(joined: bytes) -> list[bytes]:

@@ -55,11 +55,11 @@ class Layout:
 
     @property
     def blocks(self) -> Blocks:
-        return Blocks(self.fs, os.path.join(self.root, "blocks"), self.config.block_hash)
+        return Blocks(self.fs, os.path.join(self.root, "blocks"), self.config.block_hash, self.quarantine_folder)
 
     @property
     def leases(self) -> Leases:
-        return Leases(self.fs, os.path.join(self.root, "leases"))
+        return Leases(self.fs, os.path.join(self.root, "leases"), self.quarantine_folder)
 
     @property
     def index_folder(self) -> str:
@@ -162,6 +162,11 @@ def _newer(path: str, found: object) -> UnsupportedFormat:
 
 
 def check_config(config: StoreConfig, path: str) -> None:
+    """Raise InvalidInput for a choice that no store can have, UnsupportedFormat for a newer release's."""
+    try:
+        msgspec.convert(msgspec.to_builtins(config), StoreConfig)
+    except msgspec.ValidationError as error:
+        raise InvalidInput(f"a choice for the store makes no sense: {error}", path=path) from error
     if config.format != FORMAT:
         raise _newer(path, config.format)
     if config.block_hash not in HASHERS:

@@ -18,8 +18,9 @@ _LOCK = "lock"
 class Lease:
     """A live lease of this process. Release it exactly once; its folder goes with it."""
 
-    def __init__(self, fs: FileSystem, folder: str, fd: int) -> None:
+    def __init__(self, fs: FileSystem, folder: str, fd: int, aside: str) -> None:
         self._fs = fs
+        self._aside = aside
         self._fd: int | None = fd
         self.folder = folder
         self.id = os.path.basename(folder)
@@ -34,9 +35,16 @@ class Lease:
             return
         fd, self._fd = self._fd, None
         try:
-            _remove_folder(self._fs, self.folder)
+            self._remove_folder()
         finally:
             self._fs.close(fd)
+
+    def _remove_folder(self) -> None:
+        for name in list(self._fs.names(self.folder)):
+            if name != _LOCK:
+                self._fs.discard(os.path.join(self.folder, name), self._aside)
+        self._fs.discard(os.path.join(self.folder, _LOCK), self._aside)
+        self._fs.remove_dir(self.folder)
 
     def forget(self) -> None:
         """In a forked child: close the descriptor, which the parent still holds, and touch nothing."""
@@ -46,8 +54,9 @@ class Lease:
 
 
 class Leases:
-    def __init__(self, fs: FileSystem, directory: str) -> None:
+    def __init__(self, fs: FileSystem, directory: str, aside: str) -> None:
         self._fs = fs
+        self._aside = aside
         self.directory = directory
 
     def take(self) -> Lease:
@@ -95,7 +104,7 @@ class Leases:
             return None
         # Between opening and locking a collector may have removed the folder: the lock must be the one that stands.
         if self._fs.try_lock(fd, exclusive=True) and self._fs.same_file(fd, path):
-            return Lease(self._fs, folder, fd)
+            return Lease(self._fs, folder, fd, self._aside)
         self._fs.close(fd)
         return None
 
@@ -103,14 +112,6 @@ class Leases:
 def is_id(name: str) -> bool:
     """True for exactly 32 lower-case hex digits, the form of entry and lease ids."""
     return len(name) == ID_HEX_DIGITS and not set(name) - set("0123456789abcdef")
-
-
-def _remove_folder(fs: FileSystem, folder: str) -> None:
-    for name in list(fs.names(folder)):
-        if name != _LOCK:
-            fs.unlink(os.path.join(folder, name))
-    fs.unlink(os.path.join(folder, _LOCK))
-    fs.remove_dir(folder)
 
 
 _HELD: "weakref.WeakSet[Lease]" = weakref.WeakSet()

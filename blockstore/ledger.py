@@ -140,6 +140,12 @@ class Ledger:
         self.txn.put("doomed", key, _doomed(entry.scope, entry.header_bytes))
         return True
 
+    def succeed(self, older: str, entry: EntryRow) -> EntryRow:
+        """Doom the entry that `entry` takes the place of; the pin passes on."""
+        before = self.entry(older)
+        self.doom(older)
+        return msgspec.structs.replace(entry, pinned=entry.pinned or (before is not None and before.pinned))
+
     def doom_stray(self, entry_id: str, scope: str, header_bytes: int) -> None:
         """Mark a header that no entry owns for unlinking."""
         self.grow(on_disk(header_bytes, self._unit))

@@ -19,6 +19,7 @@ from . import placing
 from .buffers import Scratch
 from .errors import BlockstoreError, CorruptEntry, EntryGone, IdentityMismatch, InvalidInput, UnsupportedFormat
 from .index_rows import EntryRow
+from .prefixes import pack_tokens, prefix_digest
 from .records import Header
 from .rooms import MARGINS, Rooms
 from .workers import spread
@@ -48,13 +49,17 @@ def load(
     model: Any,
     *,
     verify: bool = True,
+    prefix: str = "",
 ) -> Loaded:
-    """The caches of an entry, cut to `length` tokens (None: all). See Store.load for what is raised."""
+    """The caches of an entry, cut to `length` tokens (None: all). See Store.load for what is raised.
+
+    prefix: prefixes.prefix_digest of those tokens, where the caller knows them.
+    """
     row = rooms.index.entry(entry_id)
     if row is None:
         raise EntryGone("there is no such entry", entry_id=entry_id)
     try:
-        loaded = _Loader(rooms, provider, entry_id, row, model).run(length, verify=verify)
+        loaded = _Loader(rooms, provider, entry_id, row, model).run(length, verify=verify, prefix=prefix)
     except CorruptEntry as error:
         _condemn(rooms, entry_id, row, error)
         raise
@@ -91,9 +96,12 @@ class _Loader:
         self.model = model
         self._scratch = Scratch()
 
-    def run(self, length: int | None, *, verify: bool) -> Loaded:
+    def run(self, length: int | None, *, verify: bool, prefix: str) -> Loaded:
         header = entries_.read_known(self.rooms, self.entry_id, self.row)
         count = len(header.tokens) if length is None else length
+        if prefix and prefix_digest(pack_tokens(header.tokens), count) != prefix:
+            hint = "The index is wrong; run `blockstore check --repair`."
+            raise EntryGone("the entry does not begin with these tokens", entry_id=self.entry_id, hint=hint)
         entries = self._entries(header, count)
         protos = self._prototypes(header, entries)
         codecs = [self._codec(entry, proto) for entry, proto in zip(entries, protos, strict=True)]

@@ -8,8 +8,8 @@ from typing import Any, Final
 import msgspec
 
 from . import environment, layout
-from .errors import InvalidInput, StoreBusy
-from .fs import FileSystem
+from .errors import InvalidInput, StoreBusy, StoreFull
+from .fs import FileSystem, is_full
 from .index import Index
 from .layout import Layout, StoreConfig
 from .rooms import Deadline
@@ -21,6 +21,9 @@ _LEAVE_FREE_BYTES: Final = 10 << 30
 # A process that makes the store holds its lock for a moment; on a slow disk for longer. A repair takes minutes.
 _CREATION_PATIENCE_S: Final = 10.0
 _REPAIR_PATIENCE_S: Final = 2.0
+_NETWORK: Final = frozenset(
+    ["afs", "beegfs", "ceph", "cifs", "glusterfs", "lustre", "nfs", "nfs4", "rclone", "s3fs", "smb3", "smbfs", "sshfs"]
+)
 _LEAST_CAP_BYTES: Final = 1 << 30
 
 
@@ -31,6 +34,14 @@ def open_or_create(
 
     Raises InvalidInput where there is no store and create is False, or where a choice differs from the store's.
     """
+    kind = fs.file_system_type(root)
+    if kind is not None and kind.removeprefix("fuse.") in _NETWORK:
+        raise InvalidInput(
+            "a store cannot live on a network file system, whose locks and maps do not hold between hosts",
+            path=root,
+            found=kind,
+            hint="Name a directory on a local disk.",
+        )
     found = layout.open_layout(fs, root)
     if found is None:
         if not create:
@@ -63,6 +74,10 @@ def _create(fs: FileSystem, root: str, wanted: Mapping[str, Any], max_bytes: int
         _create_index(Layout(root, config, fs))
         layout.write_config(fs, root, config)
         return Layout(root, config, fs)
+    except OSError as error:
+        if is_full(error):
+            raise StoreFull("no space is left for a new store", path=root) from error
+        raise
     finally:
         fs.close(fd)
 

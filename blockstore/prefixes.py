@@ -42,6 +42,8 @@ class Found(msgspec.Struct, frozen=True):
 
 def pack_tokens(tokens: Sequence[int] | Any) -> bytes:
     """Token ids as little-endian u32; `tokens` is a sequence of ints or a one-dimensional integer array."""
+    if isinstance(tokens, (str, bytes, bytearray, memoryview)):
+        raise InvalidInput("tokens must be numbers", field="tokens", found=type(tokens).__name__)
     if hasattr(tokens, "dtype") and hasattr(tokens, "tolist"):
         tokens = _checked_array(tokens)
         if isinstance(tokens, bytes):
@@ -55,6 +57,11 @@ def pack_tokens(tokens: Sequence[int] | Any) -> bytes:
     if packed and max(packed) > MAX_TOKEN:
         raise InvalidInput("a token id is too large", field="tokens", expected=f"≤ {MAX_TOKEN}", found=max(packed))
     return packed.tobytes()
+
+
+def prefix_digest(packed: bytes, count: int) -> str:
+    """What tells the first `count` tokens from any others."""
+    return blake3(packed[: 4 * count]).hexdigest()
 
 
 def unpack_tokens(packed: bytes) -> "array[int]":

@@ -22,8 +22,8 @@ class Margins:
     collect_batch_s: float = 0.005
     # Savers and loaders beyond two threads gain nothing where memory or the disk is the limit.
     threads: int = min(4, max(2, os.cpu_count() or 2))
-    # A loader that keeps meeting damaged entries gives up after this many in one restore.
-    restore_tries: int = 32
+    # A restore that keeps meeting entries that do not fit gives up when a prefill would have been faster.
+    restore_s: float = 10.0
 
 
 MARGINS: Final = Margins()
@@ -41,7 +41,7 @@ class Rooms:
 
     def unlink_header(self, header: str) -> bool:
         """Remove a header by its path relative to the root, as lease rows name it."""
-        return self.fs.unlink(os.path.join(self.layout.root, header))
+        return self.fs.discard(os.path.join(self.layout.root, header), self.layout.quarantine_folder)
 
     def relative_header(self, scope: str, entry_id: str) -> str:
         return os.path.relpath(self.layout.header_path(scope, entry_id), self.layout.root)
@@ -50,7 +50,7 @@ class Rooms:
         """Unlink the headers of doomed entries, (id, scope), and drop their rows; how many."""
         gone = []
         for entry_id, scope in doomed:
-            self.fs.unlink(self.layout.header_path(scope, entry_id))
+            self.fs.discard(self.layout.header_path(scope, entry_id), self.layout.quarantine_folder)
             gone.append(entry_id)
         if gone:
             self.index.forget_doomed(gone)

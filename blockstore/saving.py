@@ -35,6 +35,7 @@ from .rooms import MARGINS, Rooms
 from .workers import spread
 
 _VERSION: Final = 5
+_CHECK_BYTES: Final = 4 << 20
 
 
 class Saved(msgspec.Struct, frozen=True):
@@ -95,6 +96,8 @@ def prepare(
 
     Raises InvalidInput where the caches cannot be saved or do not encode `tokens`.
     """
+    if not isinstance(caches, Sequence):
+        raise InvalidInput("caches must be a list, one cache a layer", field="caches", found=type(caches).__name__)
     packed = pack_tokens(tokens)
     if not packed:
         raise InvalidInput("an entry needs at least one token", field="tokens", found=[])
@@ -156,6 +159,7 @@ class _Saver:
         self.digests: list[bytes] = [b""] * len(self.jobs)
         self.made_from: dict[bytes, int] = {}
         self.staged: set[bytes] = set()
+        self.staged_bytes = 0
         self.placed: set[bytes] = set()
         self._scratch = Scratch()
         self._lock = threading.Lock()
@@ -223,6 +227,11 @@ class _Saver:
         self.rooms.fs.write_new(self.lease.temporary(name.hex()), [data])
         with self._lock:
             self.staged.add(name)
+            self.staged_bytes += len(data)
+            staged = self.staged_bytes
+        # Asked now and then: whatever no eviction makes room for must not be written out first.
+        if staged // _CHECK_BYTES != (staged - len(data)) // _CHECK_BYTES:
+            collect.check_can_fit(self.rooms, staged)
 
     def _place(self, names: Sequence[bytes]) -> None:
         """Bring blocks into blocks/: synced first, then renamed, then the directory synced."""

@@ -4,6 +4,7 @@ Opening a store deletes nothing. What touches mlx is imported when it is first n
 look or collect start without it.
 """
 
+import contextlib
 import os
 import threading
 from collections.abc import Sequence
@@ -13,16 +14,17 @@ from typing import TYPE_CHECKING, Any, Final, Self
 import msgspec
 
 from . import collect, environment, layout, opening
-from .errors import CacheMiss, EntryGone, InvalidInput, StoreBroken, StoreBusy
+from .errors import CacheMiss, EntryGone, InvalidInput, StoreBroken, StoreBusy, StoreFull
 from .fs import FileSystem
 from .identity import Identity
 from .index import Index
 from .index_rows import EntryRow
 from .layout import Durability, StoreConfig
 from .leases import is_id
-from .prefixes import pack_tokens
+from .listing import Entry, Match, Stats, entry_of
+from .prefixes import pack_tokens, prefix_digest
 from .records import scope_of
-from .rooms import MARGINS, Rooms
+from .rooms import MARGINS, Deadline, Rooms
 
 if TYPE_CHECKING:
     from kvcodecs.algebra import CodecProvider
@@ -31,54 +33,6 @@ if TYPE_CHECKING:
     from .saving import Prepared, Saved
 
 DEFAULT_PROVIDER_ID: Final = "mlx-cache-v5"
-
-
-class Match(msgspec.Struct, frozen=True):
-    """What find() found: `length` tokens of the prompt can be served from an entry of `entry_length` tokens."""
-
-    entry_id: str
-    length: int
-    entry_length: int
-
-
-class Entry(msgspec.Struct, frozen=True):
-    """A committed entry as listings show it."""
-
-    entry_id: str
-    scope: str
-    model_id: str | None
-    ns: str | None
-    token_count: int
-    logical_bytes: int
-    header_bytes: int
-    created_at_ms: int
-    shortens: bool
-    minimum_reusable: int
-    kinds: str
-    pinned: bool
-
-
-class Stats(msgspec.Struct, frozen=True):
-    """Numbers of a store. logical_bytes: the tensors of all entries; physical_bytes: the whole directory, as du has it.
-
-    block_bytes counts blocks and headers by the index, each rounded up to the allocation unit.
-    """
-
-    root: str
-    entries: int
-    tokens: int
-    blocks: int
-    dead_blocks: int
-    unfinished_saves: int
-    unfinished_removals: int
-    logical_bytes: int
-    block_bytes: int
-    physical_bytes: int
-    max_bytes: int
-    free_bytes: int
-    block_hash: str
-    span: int
-    durability: str
 
 
 class Store:
@@ -114,6 +68,8 @@ class Store:
         wanted = {"durability": durability, "block_hash": hash, "span": span, "block_bytes": block_bytes}
         self._fs = fs or FileSystem()
         self._provider = provider
+        if not isinstance(os.fspath(root), str) or not os.fspath(root):
+            raise InvalidInput("root must be the path of a directory", field="root", found=root)
         self.root = os.path.abspath(os.path.expanduser(os.fspath(root)))
         self._closed = threading.Lock()
         self._lock_fd: int | None = None
@@ -132,7 +88,14 @@ class Store:
             raise
 
     def __enter__(self) -> Self:
+        self._check_open()
         return self
+
+    def __del__(self) -> None:
+        # A store that was dropped gives back its lock. Nothing more: this may run inside anybody's transaction.
+        fd = getattr(self, "_lock_fd", None)
+        if fd is not None:
+            self._fs.close(fd)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -214,6 +177,8 @@ class Store:
         self._check_open()
         _check_identity(identity)
         config = self.config
+        if block_bytes is not None and (type(block_bytes) is not int or block_bytes < 1):
+            raise InvalidInput("block_bytes must be a number of bytes", field="block_bytes", found=block_bytes)
         return saving.prepare(
             self.provider, tokens, caches, identity, span=config.span, block_bytes=block_bytes or config.block_bytes,
             layout=layout, pinned=pinned,
@@ -233,7 +198,7 @@ class Store:
 
         tokens: a sequence of ints or a one-dimensional integer array (numpy is fastest). Opens no header.
         """
-        return self._find(tokens, identity, frozenset())
+        return self._find(pack_tokens(tokens), identity, frozenset())
 
     def load(
         self, match: Match | str, model: Any = None, *, length: int | None = None, verify: bool = True
@@ -248,10 +213,17 @@ class Store:
         from . import loading  # brings mlx
 
         self._check_open()
-        entry_id = match if isinstance(match, str) else match.entry_id
+        if not isinstance(match, (str, Match)):
+            raise InvalidInput("load takes a Match or an entry id", field="match", found=type(match).__name__)
+        if length is not None and type(length) is not int:
+            raise InvalidInput("length must be a number of tokens", field="length", found=length)
+        chosen = Match(match, 0, 0) if isinstance(match, str) else match
         if length is None and isinstance(match, Match):
             length = match.length
-        return loading.load(self._rooms, self.provider, _checked_id(entry_id), length, model, verify=verify)
+        return loading.load(
+            self._rooms, self.provider, _checked_id(chosen.entry_id), length, model, verify=verify,
+            prefix=chosen.prefix if length == chosen.length else "",
+        )  # fmt: skip
 
     def restore(
         self, tokens: Sequence[int] | Any, identity: Identity, model: Any = None, *, verify: bool = True
@@ -263,7 +235,8 @@ class Store:
         tried: set[str] = set()
         failure: OSError | None = None
         packed = pack_tokens(tokens)
-        for _ in range(MARGINS.restore_tries):
+        late = Deadline(MARGINS.restore_s)
+        while not late():
             match = self._find(packed, identity, frozenset(tried))
             if match is None:
                 break
@@ -289,6 +262,7 @@ class Store:
 
     def pin(self, entry_id: str, *, pinned: bool = True) -> None:
         """Keep an entry from eviction, or no longer. Raises EntryGone where there is none."""
+        self._check_open()
         self._row(entry_id)
         self._rooms.index.pin(entry_id, pinned=pinned)
 
@@ -309,14 +283,17 @@ class Store:
     def entries(self) -> list[Entry]:
         """Every entry, the most recently used first."""
         self._check_open()
-        self._rooms.index.flush()
-        return [_entry(entry_id, row) for entry_id, row in reversed(self._rooms.index.entries())]
+        with contextlib.suppress(StoreFull):  # the order is a hint; a full disk must not hide what can be removed
+            self._rooms.index.flush()
+        return [entry_of(entry_id, row) for entry_id, row in reversed(self._rooms.index.entries())]
 
     def entry(self, entry_id: str) -> Entry:
         """One entry by its id, or by the beginning of it if that is unambiguous. Raises EntryGone, InvalidInput."""
         self._check_open()
+        if not isinstance(entry_id, str):
+            raise InvalidInput("an entry id is text", field="entry_id", found=entry_id)
         if is_id(entry_id):
-            return _entry(entry_id, self._row(entry_id))
+            return entry_of(entry_id, self._row(entry_id))
         found = [entry for entry in self.entries() if entry_id and entry.entry_id.startswith(entry_id)]
         if len(found) > 1:
             raise InvalidInput(
@@ -350,16 +327,17 @@ class Store:
 
     # ---- inside
 
-    def _find(self, tokens: Sequence[int] | Any, identity: Identity, exclude: frozenset[str]) -> Match | None:
+    def _find(self, packed: bytes, identity: Identity, exclude: frozenset[str]) -> Match | None:
         self._check_open()
         _check_identity(identity)
-        packed = tokens if isinstance(tokens, bytes) else pack_tokens(tokens)
         provider_id = self._provider.id if self._provider is not None else DEFAULT_PROVIDER_ID
         scope = scope_of(
             identity.model_id, identity.config_fingerprint, identity.tokenizer_hash, identity.ns, provider_id
         )
         found = self._rooms.index.find(scope, packed, exclude)
-        return Match(found.entry_id, found.length, found.entry_length) if found else None
+        if found is None:
+            return None
+        return Match(found.entry_id, found.length, found.entry_length, prefix_digest(packed, found.length))
 
     def _row(self, entry_id: str) -> EntryRow:
         row = self._rooms.index.entry(_checked_id(entry_id))
@@ -381,8 +359,3 @@ def _checked_id(entry_id: object) -> str:
 def _check_identity(identity: object) -> None:
     if not isinstance(identity, Identity):
         raise InvalidInput("identity must be an Identity", field="identity", found=type(identity).__name__)
-
-
-def _entry(entry_id: str, row: EntryRow) -> Entry:
-    names = [name for name in Entry.__struct_fields__ if name != "entry_id"]
-    return Entry(entry_id, **{name: getattr(row, name) for name in names})

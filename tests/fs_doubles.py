@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from blockstore import environment
+from blockstore import Store, environment
 from blockstore.fs import FileSystem
 
 CHANGES = (
@@ -189,12 +189,14 @@ class Crash(Recording):
         elif name == "close":
             self._locks.discard(args[0])
 
-    def bury(self, root: str) -> None:
-        """Let go of everything that the dead process held of the store at `root`."""
-        self.dead, self._left = False, None
-        env = environment._SHARED.pop(os.path.realpath(os.path.join(root, "index")), None)
-        if env is not None:
-            env._unmap()
+    def bury(self, store: Store) -> None:
+        """Let go of everything that the dead process held of its store; that object is of no use any more."""
+        store._lock_fd = None
+        env = environment._SHARED.pop(store._env.directory, None)
+        if env is not None and env._env is not None:
+            env._env.close()
+        if env is not None and env._fd is not None:
+            os.close(env._fd)
         for fd in self._locks:
             os.close(fd)
         self._locks.clear()

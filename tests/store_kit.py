@@ -1,14 +1,20 @@
 """What the tests of the store share: what caches say, and a look behind the store's doors."""
 
+import contextlib
+import dataclasses
+import itertools
 import os
 from collections import Counter
 from collections.abc import Sequence
+from hashlib import sha256
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import kvcodecs
-from blockstore import Store, check, entries, probe
+from blockstore import Match, Store, check, collect, entries, leases, loading, probe, rooms, saving
+from blockstore.digest import digest
 from blockstore.index_rows import PRESENT, BlockRow, split_digests, unpack_block, unpack_lease
 from blockstore.records import Header, blocks_of
 from cache_cases import bits, facts
@@ -28,6 +34,11 @@ def described(caches: Sequence[Any], count: int) -> list[object]:
             found.append((entry.kind, entry.offset, entry.fields, entry.minimum_reusable_offset))
         found += [bits(array) for array in part.arrays]
     return found
+
+
+def served(found: Match | None) -> tuple[str, int, int] | None:
+    """Which entry was found, how many tokens of the prompt it serves, and how many it holds."""
+    return None if found is None else (found.entry_id, found.length, found.entry_length)
 
 
 # ---- behind the doors
@@ -136,7 +147,37 @@ def flip(path: Path, at: int = -1) -> None:
     path.write_bytes(data)
 
 
+def damage(path: Path, how: str) -> None:
+    if how == "delete":
+        path.unlink()
+    elif how == "truncate":
+        os.truncate(path, path.stat().st_size - 1)
+    else:
+        flip(path)
+
+
+def is_bad(store: Store, name: str) -> bool:
+    path = block_path(store, name)
+    return not path.exists() or digest(store.config.block_hash, path.read_bytes()).hex() != name
+
+
+def size_of(path: Path) -> int | None:
+    return path.stat().st_size if path.exists() else None
+
+
 def disk_bytes(root: str) -> int:
     """What du says of a directory."""
     seen = [root, *(os.path.join(folder, name) for folder, folders, files in os.walk(root) for name in folders + files)]
     return sum(os.lstat(path).st_blocks * 512 for path in seen)
+
+
+def repeatable() -> contextlib.ExitStack:
+    """What chance or the clock decides follows from the steps alone, so that Hypothesis can repeat and shorten them."""
+    numbers = itertools.count()
+    ids = SimpleNamespace(token_hex=lambda size: sha256(str(next(numbers)).encode()).hexdigest()[: 2 * size])
+    margins = dataclasses.replace(rooms.MARGINS, threads=1, collect_batch_s=1e9)
+    stack = contextlib.ExitStack()
+    stack.enter_context(mock.patch.object(leases, "secrets", ids))
+    for module in (saving, loading, collect):
+        stack.enter_context(mock.patch.object(module, "MARGINS", margins))
+    return stack

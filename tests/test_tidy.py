@@ -29,7 +29,7 @@ LEVELS = [
     ["full_mark", "probe"],
     ["collect", "check", "report"],
     ["saving", "loading"],
-    ["opening"],
+    ["opening", "listing"],
     ["store"],
     ["cli_text", "cli_exit", "cli_ids", "cli_run", "cli_views"],
     ["demo", "cli"],

@@ -177,7 +177,7 @@ def test_a_death_at_any_change_leaves_nothing_that_one_collection_does_not_take(
         try:
             scenario.act(store)
         except Killed:
-            fs.bury(store.root)
+            fs.bury(store)
         else:
             fs.disarm()
             store.close()
@@ -195,7 +195,7 @@ def test_a_saver_that_died_holds_nothing_back_and_its_lease_is_seen_until_collec
     fs.arm(6)
     with pytest.raises(Killed):
         store.commit(prepared)
-    fs.bury(store.root)
+    fs.bury(store)
     with small_store(tmp_path / "store") as store:
         [found] = [item for item in store.gc(dry_run=True).items if item.what == "lease"]
         assert found.why == "its owner is dead"

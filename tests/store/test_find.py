@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from blockstore import EntryGone, Identity, InvalidInput, Match, Store
+from blockstore import EntryGone, Identity, InvalidInput, Store
 from blockstore.prefixes import MAX_TOKEN
-from store_kit import all_facts, block_path, flip, header_of, header_paths, named_blocks
+from store_kit import all_facts, block_path, flip, header_of, header_paths, named_blocks, served
 from token_caches import IDENTITY, hybrid, identity, plain, small_store, usable
 
 _numbers = itertools.count()
@@ -147,7 +147,7 @@ def test_what_another_identity_saved_is_never_found(other: Identity, store: Stor
     tokens = [4, 4, 4, next(_numbers)]
     saved = store.save(tokens, plain(tokens), other)
     assert store.find([*tokens, 1], IDENTITY) is None
-    assert store.find([*tokens, 1], other) == Match(saved.entry_id, 4, 4)
+    assert served(store.find([*tokens, 1], other)) == (saved.entry_id, 4, 4)
 
 
 # ---- what tokens may be
@@ -166,8 +166,8 @@ FORMS: dict[str, Callable[[list[int]], Any]] = {
 def test_tokens_may_be_any_sequence_of_integers(form: Callable[[list[int]], Any], store: Store) -> None:
     who, tokens = identity(f"{next(_numbers)}"), list(range(3, 103))
     saved = store.save(form(tokens), plain(tokens), who)
-    assert store.find(form([*tokens, 103]), who) == Match(saved.entry_id, 100, 100)
-    assert store.find(form(tokens), who) == Match(saved.entry_id, 99, 100)
+    assert served(store.find(form([*tokens, 103]), who)) == (saved.entry_id, 100, 100)
+    assert served(store.find(form(tokens), who)) == (saved.entry_id, 99, 100)
     assert store.load(saved.entry_id).tokens == tokens
 
 
@@ -185,8 +185,8 @@ def test_what_is_no_list_of_tokens_is_refused(tokens: Any, store: Store) -> None
 def test_the_largest_token_and_zero_are_tokens_like_others(store: Store) -> None:
     who, tokens = identity(f"{next(_numbers)}"), [0, MAX_TOKEN, 0, MAX_TOKEN]
     saved = store.save(tokens, plain(tokens), who)
-    assert store.find([*tokens, MAX_TOKEN], who) == Match(saved.entry_id, 4, 4)
-    assert store.find([0, MAX_TOKEN, 0, 0, 0], who) == Match(saved.entry_id, 3, 4)
+    assert served(store.find([*tokens, MAX_TOKEN], who)) == (saved.entry_id, 4, 4)
+    assert served(store.find([0, MAX_TOKEN, 0, 0, 0], who)) == (saved.entry_id, 3, 4)
 
 
 @pytest.mark.parametrize("prompt", [[], [1]])
@@ -228,7 +228,7 @@ def test_a_damaged_entry_hides_no_shorter_good_one_and_is_dropped(
     who, tokens = identity(f"{next(_numbers)}"), [next(_numbers) for _ in range(200)]
     good = store.save(tokens[:70], plain(tokens[:70]), who)
     bad = store.save(tokens, plain(tokens), who)
-    assert store.find([*tokens, 1], who) == Match(bad.entry_id, 200, 200)
+    assert served(store.find([*tokens, 1], who)) == (bad.entry_id, 200, 200)
     damage(store, bad.entry_id)
     loaded = store.restore([*tokens, 1], who)
     assert loaded is not None
@@ -236,7 +236,7 @@ def test_a_damaged_entry_hides_no_shorter_good_one_and_is_dropped(
     assert all_facts(loaded.caches) == all_facts(plain(tokens[:70]))
     with pytest.raises(EntryGone):
         store.load(bad.entry_id)
-    assert store.find([*tokens, 1], who) == Match(good.entry_id, 70, 70)
+    assert served(store.find([*tokens, 1], who)) == (good.entry_id, 70, 70)
 
 
 def test_restore_gives_none_where_every_candidate_is_damaged(store: Store) -> None:

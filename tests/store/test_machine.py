@@ -7,43 +7,40 @@ agrees with stats.
 
 import contextlib
 import dataclasses
-import itertools
 import os
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from hashlib import sha256
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from blockstore import CorruptEntry, InvalidInput, Store, StoreFull, collect, leases, loading, rooms, saving
-from blockstore.digest import digest
+from blockstore import CorruptEntry, InvalidInput, Store, StoreFull
 from blockstore.environment import Environment
 from blockstore.loading import Loaded
 from fs_doubles import Crash, Killed
 from store_kit import (
     all_facts,
     assert_exact,
-    assert_total,
     block_names,
     block_path,
     block_rows,
+    damage,
     disk_bytes,
-    flip,
     header_of,
     header_paths,
+    is_bad,
     lease_folders,
     named_blocks,
     needed_blocks,
+    repeatable,
     report_of,
+    size_of,
 )
 from token_caches import MODELS, identity, small_store, usable
 
@@ -75,23 +72,6 @@ class Known:
         return all_facts(MODELS[self.model](self.tokens[:length]))
 
 
-def repeatable() -> contextlib.ExitStack:
-    """What chance or the clock decides follows from the steps alone, so that Hypothesis can repeat and shorten them."""
-    numbers = itertools.count()
-    ids = SimpleNamespace(token_hex=lambda size: sha256(str(next(numbers)).encode()).hexdigest()[: 2 * size])
-    margins = dataclasses.replace(rooms.MARGINS, threads=1, collect_batch_s=1e9)
-    stack = contextlib.ExitStack()
-    stack.enter_context(mock.patch.object(leases, "secrets", ids))
-    for module in (saving, loading, collect):
-        stack.enter_context(mock.patch.object(module, "MARGINS", margins))
-    return stack
-
-
-def is_bad(store: Store, name: str) -> bool:
-    path = block_path(store, name)
-    return not path.exists() or digest(store.config.block_hash, path.read_bytes()).hex() != name
-
-
 class StoreMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
@@ -102,25 +82,20 @@ class StoreMachine(RuleBasedStateMachine):
         self.bad_headers: set[str] = set()
         self.condemned: set[str] = set()  # bad blocks that a load has met
         self.uses = 0
-
-    @initialize(hash_name=st.sampled_from(["blake3", "sha256"]))
-    def create(self, hash_name: str) -> None:
-        self.hash_name = hash_name
         self.open()
         self.store._rooms.index.set_max_bytes(UNLIMITED)
 
     def open(self) -> None:
         self.fs = Crash()
-        self.store = small_store(os.path.join(self.root, "store"), hash=self.hash_name, fs=self.fs)
+        self.store = small_store(os.path.join(self.root, "store"), fs=self.fs)
 
     def teardown(self) -> None:
         with self.repeatable, contextlib.ExitStack() as stack:
             stack.callback(shutil.rmtree, self.root)
-            if hasattr(self, "store"):
-                try:
-                    self.finish()
-                finally:
-                    self.store.close()
+            try:
+                self.finish()
+            finally:
+                self.store.close()
 
     # ---- the dict
 
@@ -132,8 +107,9 @@ class StoreMachine(RuleBasedStateMachine):
         return list(self.known)[number % len(self.known)]
 
     def note_saved(self, entry_id: str, known: Known) -> None:
-        """An entry of equal identity and tokens gives way; what could be seen to be bad has been written again."""
+        """An entry of equal identity and tokens gives way and leaves its pin; what could be seen to be bad is whole."""
         for other in self.equal_to(known):
+            known = dataclasses.replace(known, pinned=known.pinned or self.known[other].pinned)
             self.forget(other)
         self.known[entry_id] = known
         for name in named_blocks(header_of(self.store, entry_id)) & self.bad_blocks:
@@ -185,11 +161,8 @@ class StoreMachine(RuleBasedStateMachine):
         return [*old.tokens[: keep % (len(old.tokens) + 1)], *tail], old.ns
 
     def usable(self, prompt: Sequence[int], ns: str) -> dict[str, int]:
-        found = {
-            entry_id: usable(known.tokens, known.shortens, 0, prompt)
-            for entry_id, known in self.known.items()
-            if known.ns == ns
-        }
+        same = {entry_id: known for entry_id, known in self.known.items() if known.ns == ns}
+        found = {entry_id: usable(known.tokens, known.shortens, 0, prompt) for entry_id, known in same.items()}
         return {entry_id: length for entry_id, length in found.items() if length}
 
     @precondition(lambda self: self.known)
@@ -231,7 +204,7 @@ class StoreMachine(RuleBasedStateMachine):
         known = self.known[entry_id]
         assert tuple(loaded.tokens) == known.tokens[: len(loaded.tokens)]
         assert all_facts(loaded.caches) == known.facts(len(loaded.tokens))
-        self.known[entry_id] = Known(known.tokens, known.model, known.ns, self.next_use(), known.pinned)
+        self.known[entry_id] = dataclasses.replace(known, used=self.next_use())
 
     def load_damaged(self, entry_id: str, length: int | None) -> None:
         with pytest.raises(CorruptEntry) as caught:
@@ -281,7 +254,6 @@ class StoreMachine(RuleBasedStateMachine):
     def assert_collected(self) -> None:
         if not self.bad_headers and not self.bad_blocks:
             assert_exact(self.store)
-            assert_total(self.store)
 
     @rule(room=st.integers(2, 20_000), tokens=TOKENS, model=MODEL, ns=NS)
     def save_under_a_cap(self, room: int, tokens: list[int], model: str, ns: str) -> None:
@@ -358,7 +330,7 @@ class StoreMachine(RuleBasedStateMachine):
         try:
             act(self.store)
         except Killed:
-            self.fs.bury(self.store.root)
+            self.fs.bury(self.store)
             self.open()
         else:
             self.fs.disarm()
@@ -373,30 +345,22 @@ class StoreMachine(RuleBasedStateMachine):
         self.hidden = {
             name
             for name in self.bad_blocks
-            if name in rows and rows[name].refs and self.size_of(name) == rows[name].size
+            if name in rows and rows[name].refs and size_of(block_path(self.store, name)) == rows[name].size
         }
-
-    def size_of(self, name: str) -> int | None:
-        path = block_path(self.store, name)
-        return path.stat().st_size if path.exists() else None
 
     @invariant()
     def what_is_indexed_is_what_is_known(self) -> None:
-        if hasattr(self, "store"):
-            assert {entry.entry_id for entry in self.store.entries()} == set(self.known)
+        found = {entry.entry_id: entry.pinned for entry in self.store.entries()}
+        assert found == {entry_id: known.pinned for entry_id, known in self.known.items()}
 
     @invariant()
     def what_is_referred_to_is_there_and_true(self) -> None:
-        if not hasattr(self, "store"):
-            return
         self.forget_healed()
         named = {name.hex() for entry_id in self.known for name in self.store._rooms.index.digests(entry_id)}
         assert {name for name in named if is_bad(self.store, name)} <= self.bad_blocks
 
     @invariant()
     def the_check_finds_the_damage_that_was_done_and_nothing_else(self) -> None:
-        if not hasattr(self, "store"):
-            return
         self.forget_healed()
         report = report_of(self.store)
         assert [problem for problem in report.problems if problem.severity == "drift"] == []
@@ -409,10 +373,9 @@ class StoreMachine(RuleBasedStateMachine):
 
     @invariant()
     def stats_say_what_du_says(self) -> None:
-        if hasattr(self, "store"):
-            stats = self.store.stats()
-            assert stats.physical_bytes == disk_bytes(self.store.root)
-            assert stats.entries == len(self.known)
+        stats = self.store.stats()
+        assert stats.physical_bytes == disk_bytes(self.store.root)
+        assert stats.entries == len(self.known)
 
     def finish(self) -> None:
         """Everything that was committed and not removed loads bit for bit; then nothing is left of it."""
@@ -431,17 +394,7 @@ class StoreMachine(RuleBasedStateMachine):
         assert_exact(self.store)
 
 
-def damage(path: Path, how: str) -> None:
-    if how == "delete":
-        path.unlink()
-    elif how == "truncate":
-        os.truncate(path, path.stat().st_size - 1)
-    else:
-        flip(path)
-
-
-TestStoreMachine = StoreMachine.TestCase
-# A step takes some ten milliseconds, an example has dozens: fewer of them than elsewhere.
+TestStoreMachine = StoreMachine.TestCase  # a step takes some ten milliseconds, an example has dozens: fewer of them
 TestStoreMachine.settings = settings(
     max_examples=max(settings().max_examples // 5, 30), stateful_step_count=max(settings().stateful_step_count // 2, 30)
 )

@@ -8,8 +8,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -93,7 +94,7 @@ def test_threads_of_one_process_save_load_and_collect_at_once(tmp_path: Path) ->
         prepared = [store.prepare(tokens, plain(tokens), IDENTITY) for tokens in lists]
         with ThreadPoolExecutor(4) as pool:
             saves = [pool.submit(store.commit, part) for part in prepared]
-            others = [pool.submit(store.gc, full=number % 2 == 0) for number in range(6)]
+            others: list[Future[Any]] = [pool.submit(store.gc, full=number % 2 == 0) for number in range(6)]
             others += [pool.submit(store.find, [*tokens, 0], IDENTITY) for tokens in lists]
             ids = [save.result().entry_id for save in saves]
             assert [other.exception() for other in others] == [None] * len(others)

@@ -64,13 +64,13 @@ def continued(caches: list[Any]) -> list[object]:
 def test_what_is_loaded_is_what_was_saved_and_goes_on_as_if_nothing_had_happened(
     build: Build, stores: dict[str, Store]
 ) -> None:
-    kept = build()
+    kept, source, prototypes = build(), build(), build()
     tokens, expected, says = tokens_of(kept), all_facts(kept), described(kept, token_count(kept))
     steps = continued(kept)
     for layout, store in itertools.product(LAYOUTS, stores.values()):
-        saved = store.save(tokens, build(), IDENTITY, layout=layout)
+        saved = store.save(tokens, source, IDENTITY, layout=layout)
         verify = store is stores["blake3"]
-        loaded, other = (store.load(saved.entry_id, build(), verify=how) for how in (verify, not verify))
+        loaded, other = (store.load(saved.entry_id, prototypes, verify=how) for how in (verify, not verify))
         ours = store.load(saved.entry_id, verify=verify)
         assert loaded.tokens == tokens
         assert all_facts(loaded.caches) == all_facts(other.caches) == expected
@@ -192,7 +192,7 @@ WRITTEN = {name: build for name, build in FILLED.items() if any(state in name fo
 def test_a_cache_that_goes_on_between_prepare_and_commit_leaves_what_is_stored_alone(
     build: Build, store: Store
 ) -> None:
-    caches, expected = build(), all_facts(build())
+    caches, prototypes, expected = build(), build(), all_facts(build())
     prepared = [store.prepare(tokens_of(caches), caches, IDENTITY, layout=layout) for layout in LAYOUTS]
     for cache in caches:
         if hasattr(cache, "is_trimmable") and cache.is_trimmable():
@@ -201,5 +201,5 @@ def test_a_cache_that_goes_on_between_prepare_and_commit_leaves_what_is_stored_a
         continue_cache(cache, 1000 * i, steps=4)
     for part in prepared:
         saved = store.commit(part)
-        assert all_facts(store.load(saved.entry_id, build()).caches) == expected
+        assert all_facts(store.load(saved.entry_id, prototypes).caches) == expected
         store.remove(saved.entry_id)

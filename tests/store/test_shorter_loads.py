@@ -5,13 +5,14 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from mlx_lm.models import cache as mlx_lm_cache
 
 import kvcodecs
 from blockstore import CorruptEntry, InvalidInput, Match, Store
 from fs_doubles import Recording
-from store_kit import all_facts, block_path, described, flip, header_of, needed_blocks
+from store_kit import all_facts, block_path, described, flip, header_of, needed_blocks, served
 from token_caches import IDENTITY, extend, hybrid, plain, recurrent, small_store, windowed
 
 pytestmark = pytest.mark.mlx_lm
@@ -112,7 +113,7 @@ def test_what_does_not_shorten_is_had_whole_or_not_at_all(make: Make, layout: st
             store.load(saved.entry_id, length=length)
         assert caught.value.found == length
     assert store.find(TOKENS, IDENTITY) is None, "only the prompt's last token but one may be served"
-    assert store.find([*TOKENS, 1], IDENTITY) == match(saved.entry_id, 150)
+    assert served(store.find([*TOKENS, 1], IDENTITY)) == (saved.entry_id, 150, len(TOKENS))
     assert all_facts(store.load(saved.entry_id, make([])).caches) == all_facts(make(TOKENS))
 
 
@@ -133,8 +134,18 @@ def test_no_entry_is_cut_below_its_minimum(layout: str, store: Store) -> None:
     for length in (101, 120, 150):
         loaded = store.load(saved.entry_id, length=length)
         assert [cache.minimum_reusable_offset for cache in loaded.caches] == [70, 101, 0]
-    assert store.find([*TOKENS[:101], 99, 99], IDENTITY) == match(saved.entry_id, 101)
+    assert served(store.find([*TOKENS[:101], 99, 99], IDENTITY)) == (saved.entry_id, 101, len(TOKENS))
     assert store.find([*TOKENS[:100], 99, 99], IDENTITY) is None
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("length", [1, 100, 150])
+def test_behind_the_live_tokens_stand_zeros_and_room_for_more(length: int, layout: str, store: Store) -> None:
+    saved = store.save(TOKENS, plain(TOKENS), IDENTITY, layout=layout)
+    [cache] = store.load(saved.entry_id, length=length).caches
+    for array in (cache.keys, cache.values):
+        assert array.shape == (1, 1, 256, 4)
+        assert not np.array(array)[:, :, length:].any()
 
 
 # ---- what is read

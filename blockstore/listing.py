@@ -1,0 +1,62 @@
+"""What a store tells of itself: matches, entries, numbers."""
+
+import msgspec
+
+from .index_rows import EntryRow
+
+
+class Match(msgspec.Struct, frozen=True):
+    """What find() found: `length` tokens of the prompt can be served from an entry of `entry_length` tokens.
+
+    `prefix` is a digest of those tokens; a load compares it, so that a damaged index never serves another prompt.
+    """
+
+    entry_id: str
+    length: int
+    entry_length: int
+    prefix: str = ""
+
+
+class Entry(msgspec.Struct, frozen=True):
+    """A committed entry as listings show it."""
+
+    entry_id: str
+    scope: str
+    model_id: str | None
+    ns: str | None
+    token_count: int
+    logical_bytes: int
+    header_bytes: int
+    created_at_ms: int
+    shortens: bool
+    minimum_reusable: int
+    kinds: str
+    pinned: bool
+
+
+class Stats(msgspec.Struct, frozen=True):
+    """Numbers of a store. logical_bytes: the tensors of all entries; physical_bytes: the whole directory, as du has it.
+
+    block_bytes counts blocks and headers by the index, each rounded up to the allocation unit.
+    """
+
+    root: str
+    entries: int
+    tokens: int
+    blocks: int
+    dead_blocks: int
+    unfinished_saves: int
+    unfinished_removals: int
+    logical_bytes: int
+    block_bytes: int
+    physical_bytes: int
+    max_bytes: int
+    free_bytes: int
+    block_hash: str
+    span: int
+    durability: str
+
+
+def entry_of(entry_id: str, row: EntryRow) -> Entry:
+    names = [name for name in Entry.__struct_fields__ if name != "entry_id"]
+    return Entry(entry_id, **{name: getattr(row, name) for name in names})
