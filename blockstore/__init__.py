@@ -5,6 +5,8 @@ with Store("~/.cache/blockstore") as store:
     loaded = store.restore(prompt, identity, model)
 """
 
+from typing import TYPE_CHECKING, Any
+
 from .errors import (
     BlockstoreError,
     CacheMiss,
@@ -19,23 +21,72 @@ from .errors import (
 )
 from .identity import Identity, identity_of
 from .listing import Entry, Match, Stats
+from .meta import Attachment, Meta
+from .records import GenerationCheckpoint
 from .store import Store
 
+if TYPE_CHECKING:
+    from .files import (
+        SavedFile,
+        clone_kv_caches,
+        load_kv_cache,
+        load_kv_cache_async,
+        read_kv_header,
+        save_kv_cache,
+        save_kv_cache_async,
+    )
+    from .restoring import Loaded
+    from .saving import Saved
+
+# These bring mlx, which the commands that only look or collect do without.
+_LAZY = {
+    "Loaded": "restoring",
+    "Saved": "saving",
+    "SavedFile": "files",
+    "clone_kv_caches": "files",
+    "load_kv_cache": "files",
+    "load_kv_cache_async": "files",
+    "read_kv_header": "files",
+    "save_kv_cache": "files",
+    "save_kv_cache_async": "files",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(f".{_LAZY[name]}", __name__), name)
+
+
 __all__ = [
+    "Attachment",
     "BlockstoreError",
     "CacheMiss",
     "CorruptEntry",
     "Entry",
     "EntryGone",
+    "GenerationCheckpoint",
     "Identity",
     "IdentityMismatch",
     "InvalidInput",
+    "Loaded",
     "Match",
+    "Meta",
+    "Saved",
+    "SavedFile",
     "Stats",
     "Store",
     "StoreBroken",
     "StoreBusy",
     "StoreFull",
     "UnsupportedFormat",
+    "clone_kv_caches",
     "identity_of",
+    "load_kv_cache",
+    "load_kv_cache_async",
+    "read_kv_header",
+    "save_kv_cache",
+    "save_kv_cache_async",
 ]

@@ -15,9 +15,9 @@ _CHUNK_BYTES = 1 << 20
 
 
 class Blocks:
-    """Files of one directory. Digests are 32 bytes here, hex only in names. What is no file is moved to `aside`."""
+    """Files of one directory. Digests are 32 bytes, hex only in names. What is no file goes to `aside`, if given."""
 
-    def __init__(self, fs: FileSystem, directory: str, hash_name: str, aside: str) -> None:
+    def __init__(self, fs: FileSystem, directory: str, hash_name: str, aside: str | None = None) -> None:
         self._fs = fs
         self._aside = aside
         self.directory = directory
@@ -81,11 +81,14 @@ class Blocks:
         try:
             self._fs.rename(source, target)
         except IsADirectoryError:
+            if self._aside is None:
+                raise
             self._fs.set_aside(target, self._aside)
             self._fs.rename(source, target)
 
     def unlink(self, digest_: bytes) -> bool:
-        return self._fs.discard(self.path(digest_), self._aside)
+        path = self.path(digest_)
+        return self._fs.unlink(path) if self._aside is None else self._fs.discard(path, self._aside)
 
     def sync(self) -> None:
         self._fs.sync_dir(self.directory)

@@ -8,15 +8,16 @@ import io
 import os
 import sys
 import time
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
 from . import cli_views as views
-from .cli_exit import MEANINGS, Code, MissingPackage, code_of, one_line, warn
-from .cli_ids import is_id_like, resolve
-from .cli_run import DEFAULT_ROOT, ROOT_VARIABLE, Options, Run, options_before, running
+from .cli_app import DryRun, Json, Root, app
+from .cli_exit import Code, MissingPackage, code_of, one_line, warn
+from .cli_ids import choose, is_id_like, resolve
+from .cli_move import export_entries, import_files
+from .cli_run import Options, Run, options_before, running
 from .errors import BlockstoreError, EntryGone, InvalidInput, StoreBroken
 from .fs import FileSystem
 from .layout import Layout, open_layout
@@ -30,38 +31,7 @@ if TYPE_CHECKING:
     from .collect import Progress
     from .records import Header
 
-_HELP: Final = """Look after a store of LLM prompt caches.
-
-\b
-Examples:
-  blockstore stats                     how much is stored, shared and free
-  blockstore ls --limit 10             the entries used last
-  blockstore show 3f2a                 one entry, by the first digits of its id
-  blockstore show ./chat.mlxkv         any cache file, in a store or not
-  blockstore rm 3f2a 91bc              remove entries ...
-  blockstore gc                        ... and give their space back
-  blockstore check --deep              read everything and compare
-  blockstore --root /data/kv gc --dry-run --json
-"""
-_EPILOG: Final = "\b\nExit codes:\n" + "\n".join(f"  {code.value:<4} {text}" for code, text in MEANINGS.items())
-_ROOT_HELP: Final = f"The store's directory. [${ROOT_VARIABLE}, else {DEFAULT_ROOT}]"
-_JSON_HELP: Final = "Print JSON, errors too."
 _DEMO_PACKAGES: Final = ("mlx", "mlx_lm", "transformers")
-
-Root = Annotated[str | None, typer.Option("--root", metavar="DIR", help=_ROOT_HELP, show_default=False)]
-Json = Annotated[bool, typer.Option("--json", help=_JSON_HELP)]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Change nothing; print what would be done.")]
-
-app = typer.Typer(
-    name="blockstore",
-    help=_HELP,
-    epilog=_EPILOG,
-    add_completion=False,
-    no_args_is_help=True,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
 
 
 def main() -> None:
@@ -170,10 +140,10 @@ def show(
 
 
 def _header_of_file(path: str) -> "Header":
-    from . import report
+    from .header_files import read_header
 
     try:
-        return report.read_file(FileSystem(), path)
+        return read_header(FileSystem(), path)
     except (FileNotFoundError, NotADirectoryError):
         hint = "An id has only the digits 0-9 and a-f; anything else is taken for a path."
         raise InvalidInput("there is no such file, and this is no entry id", path=path, hint=hint) from None
@@ -210,7 +180,7 @@ def rm(
     from . import report
 
     with running(context, root, as_json) as run, run.open() as store:
-        chosen, failed = _choose(store.entries(), entries)
+        chosen, failed = choose(store.entries(), entries)
         space = report.space(store.rooms, chosen)
         removed = list(chosen) if dry_run else [one for one in chosen if _remove(store, one, failed)]
         run.show(
@@ -227,20 +197,6 @@ def rm(
                 warn(one_line(error.message, error.facts))
         if failed:
             raise typer.Exit(Code.FOUND)
-
-
-def _choose(entries: Sequence[Entry], texts: Sequence[str]) -> tuple[dict[str, Entry], dict[str, BlockstoreError]]:
-    """What `texts` name, each entry once, by id; and why some name nothing."""
-    chosen: dict[str, Entry] = {}
-    failed: dict[str, BlockstoreError] = {}
-    for text in texts:
-        try:
-            entry = resolve(entries, text)
-        except (EntryGone, InvalidInput) as error:
-            failed[text] = error
-        else:
-            chosen[entry.entry_id] = entry
-    return chosen, failed
 
 
 def _remove(store: Store, entry_id: str, failed: dict[str, BlockstoreError]) -> bool:
@@ -321,6 +277,10 @@ def _layout(run: Run) -> Layout:
     if found is None:
         raise InvalidInput("there is no store here", path=run.root, hint="Name the root of a store.")
     return found
+
+
+app.command("import")(import_files)
+app.command("export")(export_entries)
 
 
 @app.command()

@@ -34,7 +34,7 @@ class Code(IntEnum):
 
 MEANINGS: Final[Mapping[Code, str]] = {
     Code.OK: "done",
-    Code.FOUND: "check or gc found something wrong, or rm did not find every entry",
+    Code.FOUND: "check or gc found something wrong, or rm, import or export could not do all that was asked",
     Code.USAGE: "the command line makes no sense",
     Code.INPUT: "there is no store, or an argument makes no sense",
     Code.BUSY: "another process holds the store",
@@ -56,7 +56,7 @@ _KINDS: Final[tuple[tuple[type[BlockstoreError], Code], ...]] = (
 
 
 class MissingPackage(BlockstoreError):
-    """The demo needs a package that is not there."""
+    """A command needs a package that is not there."""
 
     code = "missing-package"
 

@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 from typing import Final
 
-from .errors import EntryGone, InvalidInput
+from .errors import BlockstoreError, EntryGone, InvalidInput
 from .leases import ID_HEX_DIGITS
 from .listing import Entry
 
@@ -45,3 +45,17 @@ def short_digits(ids: Iterable[str]) -> int:
 
 def _common(one: str, other: str) -> int:
     return next((at for at, (a, b) in enumerate(zip(one, other, strict=True)) if a != b), len(one))
+
+
+def choose(entries: Sequence[Entry], texts: Sequence[str]) -> tuple[dict[str, Entry], dict[str, BlockstoreError]]:
+    """What `texts` name, each entry once, by id; and why some name nothing."""
+    chosen: dict[str, Entry] = {}
+    failed: dict[str, BlockstoreError] = {}
+    for text in texts:
+        try:
+            entry = resolve(entries, text)
+        except (EntryGone, InvalidInput) as error:
+            failed[text] = error
+        else:
+            chosen[entry.entry_id] = entry
+    return chosen, failed

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from .check import Report
     from .collect import Plan
     from .listing import Entry, Stats
+    from .moving import Imported
 
 # A table of blocks can be long; --json has all of it.
 _FIELD_LETTERS: Final = 60
@@ -295,3 +296,25 @@ def removal_lines(removed: Sequence[Entry], space: report.Space, *, dry_run: boo
     verb = "would become" if dry_run else "became"
     hint = "" if dry_run else ": run `blockstore gc` to give them back"
     return [*lines, f"{count(len(removed), 'entry', 'entries')}; {size(space.unique_bytes)} {verb} collectable{hint}"]
+
+
+# ---- import
+
+
+def import_json(done: Sequence[Imported]) -> dict[str, Any]:
+    return {"files": [msgspec.to_builtins(one) for one in done]}
+
+
+def import_lines(done: Sequence[Imported]) -> list[str]:
+    new = [one.saved for one in done if one.saved]
+    logical, written = sum(one.logical_bytes for one in new), sum(one.written_bytes for one in new)
+    lines = [f"imported {count(len(new), 'file', 'files')}: {size(logical)} of tensors, {size(written)} written"]
+    present = sum(one.outcome == "present" for one in done)
+    if present:
+        lines.append(f"{count(present, 'file was', 'files were')} there already")
+    lines += [
+        f"passed over {printable(one.path)}: entry {one.entry_id} has the same identity and tokens, and is as new"
+        for one in done
+        if one.outcome == "superseded"
+    ]
+    return lines

@@ -12,6 +12,8 @@ from typing import Final
 from kvcodecs.entry import HeaderEntry, Slot
 from kvcodecs.geometry import KINDS, Run, group_class
 
+from .errors import InvalidInput
+
 DEFAULT_SPAN: Final = 64
 DEFAULT_BLOCK_BYTES: Final = 1 << 20
 WIDEST_TOKEN_BYTES: Final = 16 << 20
@@ -49,6 +51,17 @@ class CutPlan:
     @property
     def parts(self) -> tuple[Part, ...]:
         return (*self.groups, *self.loose)
+
+
+def plan(layout: str, leaves: Sequence[HeaderEntry], span: int, block_bytes: int) -> CutPlan:
+    """The cut that `layout` names: "segments", "rows", or "monolith", which cuts nothing. Raises InvalidInput."""
+    if layout == "segments":
+        return segments(leaves, span, block_bytes)
+    if layout == "rows":
+        return rows(numbered(leaves), block_bytes)
+    if layout == "monolith":
+        return CutPlan((), ())
+    raise InvalidInput("unknown layout", field="layout", expected=["segments", "rows", "monolith"], found=layout)
 
 
 def segments(leaves: Sequence[HeaderEntry], span: int, block_bytes: int) -> CutPlan:

@@ -13,7 +13,7 @@ import msgspec
 from kvcodecs import geometry
 from kvcodecs.entry import HeaderEntry, leaves
 
-from .errors import CorruptEntry
+from .errors import CorruptEntry, EntryGone
 from .fs import NotRegular
 from .header import decode_header
 from .index_rows import EntryRow
@@ -71,6 +71,14 @@ def read_known(rooms: Rooms, entry_id: str, row: EntryRow) -> Header:
         path = rooms.layout.header_path(row.scope, entry_id)
         raise CorruptEntry("the header is another entry's", path=path, entry_id=entry_id)
     return header
+
+
+def read_standing(rooms: Rooms, entry_id: str) -> Header:
+    """The header of an entry by its id. Raises EntryGone, CorruptEntry, UnsupportedFormat, OSError."""
+    row = rooms.index.entry(entry_id)
+    if row is None:
+        raise EntryGone("there is no such entry", entry_id=entry_id)
+    return read_known(rooms, entry_id, row)
 
 
 def examine(rooms: Rooms, entry_id: str, scope: str) -> Implied:

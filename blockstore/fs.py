@@ -125,6 +125,20 @@ class FileSystem:
             raise
         os.close(fd)
 
+    def create(self, path: str) -> int:
+        """Create `path`, which must not exist, and open it for writing; the caller closes the descriptor."""
+        return os.open(path, _CREATE, FILE_MODE)
+
+    def write_at(self, fd: int, data: memoryview, offset: int) -> None:
+        while data:
+            count = os.pwrite(fd, data, offset)
+            data, offset = data[count:], offset + count
+
+    def extend_fd(self, fd: int, size: int) -> None:
+        """Let a file reach to at least `size` bytes; what is new reads as zeros."""
+        if os.fstat(fd).st_size < size:
+            os.ftruncate(fd, size)
+
     def write_all(self, fd: int, data: memoryview) -> None:
         while data:
             data = data[os.write(fd, data) :]

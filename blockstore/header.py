@@ -59,6 +59,12 @@ def data_start(version: int, json_bytes: int) -> int:
 # ---- reading
 
 
+def data_start_in(prefix: bytes) -> int:
+    """Where the tensors of a v3/v4 file begin, by its prefix; decode_header has checked it."""
+    start: int = _PREFIX.unpack_from(prefix)[2]
+    return start
+
+
 def header_bytes(prefix: bytes | memoryview, *, path: str, file_size: int) -> int:
     """How many bytes of a file of `file_size` bytes prefix and JSON take, from its first 26 bytes.
 

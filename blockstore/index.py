@@ -85,6 +85,12 @@ class Index:
             value = txn.get("entries", key_of(entry_id))
         return unpack_entry(value) if value is not None else None
 
+    def find_equal(self, equal: bytes) -> str | None:
+        """The entry with this identity and these tokens, by entries.equal_key."""
+        with self.env.read() as txn:
+            key = txn.get("equal", equal)
+        return key.hex() if key is not None else None
+
     def touch(self, entry_id: str) -> None:
         """Remember a use; it reaches the index with the next publish (or flush)."""
         self._touched.pop(entry_id, None)  # used again: to the end of the order

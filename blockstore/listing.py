@@ -3,6 +3,7 @@
 import msgspec
 
 from .index_rows import EntryRow
+from .rooms import Rooms
 
 
 class Match(msgspec.Struct, frozen=True):
@@ -60,3 +61,25 @@ class Stats(msgspec.Struct, frozen=True):
 def entry_of(entry_id: str, row: EntryRow) -> Entry:
     names = [name for name in Entry.__struct_fields__ if name != "entry_id"]
     return Entry(entry_id, **{name: getattr(row, name) for name in names})
+
+
+def stats_of(rooms: Rooms) -> Stats:
+    index, layout = rooms.index, rooms.layout
+    rows, counts = index.entries(), index.counts()
+    return Stats(
+        root=layout.root,
+        entries=counts["entries"],
+        tokens=sum(row.token_count for _, row in rows),
+        blocks=counts["blocks"],
+        dead_blocks=counts["dead"],
+        unfinished_saves=counts["leases"],
+        unfinished_removals=counts["doomed"],
+        logical_bytes=sum(row.logical_bytes for _, row in rows),
+        block_bytes=index.total_bytes(),
+        physical_bytes=rooms.fs.tree_bytes(layout.root),
+        max_bytes=index.max_bytes() or 0,
+        free_bytes=rooms.fs.free_bytes(layout.root)[0],
+        block_hash=layout.config.block_hash,
+        span=layout.config.span,
+        durability=layout.config.durability,
+    )

@@ -16,7 +16,7 @@ from kvcodecs.entry import HeaderEntry, Slot, leaves
 
 from .buffers import ByteArray, flat_views, unfilled, writable_view
 from .errors import UnsupportedFormat
-from .records import Group, Header, token_bytes
+from .records import Attachment, Group, Header, token_bytes
 
 # A segment is read whole before it is spread over its tensors; ours stay below twice the target block size.
 _SEGMENT_LIMIT_BYTES: Final = 64 << 20
@@ -35,8 +35,12 @@ class Target:
         self.array: Any = None
         self.live: ByteArray = np.empty(0, np.uint8)
 
-    def allocate(self, capacity: tuple[int, ...]) -> None:
-        """Make the array, of shape `capacity`; what lies beyond the live tokens is zero. On the caller's thread."""
+    def allocate(self, capacity: tuple[int, ...] | None) -> None:
+        """Make the array, of shape `capacity` (None: the tensor's own); what lies beyond the live tokens is zero.
+
+        On the caller's thread.
+        """
+        capacity = self._tensor.shape if capacity is None else capacity
         self.array = unfilled(capacity, self._tensor.dtype)
         if prod(capacity) == 0:
             return
@@ -44,6 +48,14 @@ class Target:
         whole = data.reshape(_outer_rows_inner(self._tensor, capacity, self._axis))
         whole[:, self.shape[1] :] = 0
         self.live = whole[:, : self.shape[1]]
+
+    def allocate_host(self) -> ByteArray:
+        """Make plain memory instead of an array; the whole tensor as unsigned integers of its item size."""
+        tensor = self._tensor
+        view: ByteArray = np.zeros(tensor.shape, f"u{tensor.item_size}")
+        if view.size:
+            self.live = view.reshape(-1).view(np.uint8).reshape(self.shape)
+        return view
 
 
 @dataclass(frozen=True)
@@ -61,9 +73,14 @@ def targets(entries: Sequence[HeaderEntry]) -> list[list[Target]]:
     return [[Target(tensor, _axis(leaf)) for tensor in leaf.tensors] for leaf in leaves(entries)]
 
 
+def companions(attachments: Sequence[Attachment]) -> list[HeaderEntry]:
+    """The attachments as further leaves, of a kind that is nobody's."""
+    return [HeaderEntry(f"attachment {a.schema}", 0, tensors=a.tensors) for a in attachments]
+
+
 def reads(header: Header, wanted: Sequence[Sequence[Target]]) -> Iterator[Read]:
     """The blocks that `wanted` needs, and where their bytes go; blocks that hold only later tokens are left out."""
-    flat = list(leaves(header.caches))
+    flat = [*leaves(header.caches), *companions(header.attachments)]
     for group in header.segments or ():
         slots = [flat[leaf].tensors[index] for leaf, index in group.tensors]
         yield from _group_reads(group, slots, [wanted[leaf][index] for leaf, index in group.tensors])
@@ -158,3 +175,31 @@ class _RowPlacer:
             first, last = max(start, begin), min(stop, begin + kept)
             if first < last:
                 yield first, last, number * kept + first - begin
+
+
+@dataclass(frozen=True)
+class FileRead:
+    """A piece of a tensor in a v3/v4 file: `offset` counts from the file's dataStart."""
+
+    offset: int
+    size: int
+    place: Callable[[ByteArray, int], None]
+
+
+def pieces(header: Header, wanted: Sequence[Sequence[Target]], piece_bytes: int) -> Iterator[FileRead]:
+    """What `wanted` needs of a v3/v4 file, in pieces; parts that hold only later tokens are left out."""
+    flat = [*leaves(header.caches), *companions(header.attachments)]
+    for leaf, entry in enumerate(flat):
+        for index, tensor in enumerate(entry.tensors):
+            yield from _file_reads(tensor, _axis(entry), wanted[leaf][index], piece_bytes)
+
+
+def _file_reads(tensor: Slot, axis: int | None, into: Target, piece_bytes: int) -> Iterator[FileRead]:
+    if tensor.bytes == 0:
+        return
+    _, stored, inner = _outer_rows_inner(tensor, tensor.shape, axis)
+    placer = _RowPlacer(into, stored * inner)
+    for start in range(0, tensor.bytes, piece_bytes):
+        size = min(piece_bytes, tensor.bytes - start)
+        if placer.wants(start, start + size):
+            yield FileRead(tensor.off + start, size, partial(placer.put, start))

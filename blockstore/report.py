@@ -10,9 +10,8 @@ from kvcodecs import geometry
 from kvcodecs.entry import DTYPES, HeaderEntry, Slot
 
 from . import entries
-from .errors import CorruptEntry, EntryGone
-from .fs import FileSystem, NotRegular
-from .header import MAX_JSON_BYTES, PREFIX_BYTES, Header, blocks_of, decode_header, header_bytes, slots_of
+from .errors import EntryGone
+from .header import Header, blocks_of, slots_of
 from .index_rows import split_digests, unpack_block, unpack_entry
 from .rooms import Rooms
 
@@ -129,21 +128,6 @@ def read_entry(rooms: Rooms, entry_id: str) -> tuple[str, Header]:
     return rooms.layout.header_path(row.scope, entry_id), entries.read_known(rooms, entry_id, row)
 
 
-def read_file(fs: FileSystem, path: str) -> Header:
-    """The header of any .mlxkv file; its tensors are not read. Raises CorruptEntry, UnsupportedFormat, OSError."""
-    try:
-        fd = fs.open_read(path)
-    except NotRegular:
-        raise CorruptEntry("not a regular file", path=path) from None
-    try:
-        size = fs.size(fd)
-        prefix = _head(fs, fd, PREFIX_BYTES)
-        needed = header_bytes(prefix, path=path, file_size=size)
-        return decode_header(_head(fs, fd, min(needed, PREFIX_BYTES + MAX_JSON_BYTES)), path=path, file_size=size)
-    finally:
-        fs.close(fd)
-
-
 def describe(header: Header, path: str) -> Description:
     """Put a header into the words of a listing."""
     sizes = dict(blocks_of(header))
@@ -170,11 +154,6 @@ def describe(header: Header, path: str) -> Description:
         attachments=tuple(Companion(a.schema, _tensors(a.tensors, ())) for a in header.attachments),
         groups=tuple(Segments(g.span, len(g.tensors), len(g.digests())) for g in header.segments or ()),
     )
-
-
-def _head(fs: FileSystem, fd: int, count: int) -> bytes:
-    buffer = bytearray(count)
-    return bytes(buffer[: fs.read_into(fd, memoryview(buffer), 0)])
 
 
 def _block_hash(header: Header) -> str | None:

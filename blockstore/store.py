@@ -21,16 +21,19 @@ from .index import Index
 from .index_rows import EntryRow
 from .layout import Durability, StoreConfig
 from .leases import is_id
-from .listing import Entry, Match, Stats, entry_of
+from .listing import Entry, Match, Stats, entry_of, stats_of
+from .meta import Attachment, Meta
 from .prefixes import pack_tokens, prefix_digest
-from .records import scope_of
+from .records import GenerationCheckpoint, scope_of
 from .rooms import MARGINS, Deadline, Rooms
 
 if TYPE_CHECKING:
     from kvcodecs.algebra import CodecProvider
 
-    from .loading import Loaded
-    from .saving import Prepared, Saved
+    from .moving import Imported
+    from .packing import Prepared
+    from .restoring import Loaded
+    from .saving import Saved
 
 DEFAULT_PROVIDER_ID: Final = "mlx-cache-v5"
 
@@ -146,17 +149,28 @@ class Store:
         layout: str = "segments",
         block_bytes: int | None = None,
         pinned: bool = False,
+        attachments: Sequence[Attachment] = (),
+        generation_checkpoint: GenerationCheckpoint | None = None,
     ) -> "Saved":
         """Store `caches`, which encode exactly `tokens`, under `identity`. Only blocks that are new are written.
 
         caches: one a layer, of any class that the provider handles; not changed. layout: "segments", or "rows" (each
-        tensor cut by itself, into blocks of `block_bytes`). An older entry of equal identity and tokens is replaced.
+        tensor cut by itself, into blocks of `block_bytes`). attachments, generation_checkpoint: companion state, and
+        where a generation stood. An older entry of equal identity and tokens is replaced.
         When save returns the entry is committed: durable, unless the store was created with durability="none".
         Raises InvalidInput (nothing written), StoreFull, StoreBusy, StoreBroken, OSError (nothing committed).
         """
-        return self.commit(
-            self.prepare(tokens, caches, identity, layout=layout, block_bytes=block_bytes, pinned=pinned)
+        prepared = self.prepare(
+            tokens,
+            caches,
+            identity,
+            layout=layout,
+            block_bytes=block_bytes,
+            pinned=pinned,
+            attachments=attachments,
+            generation_checkpoint=generation_checkpoint,
         )
+        return self.commit(prepared)
 
     def prepare(
         self,
@@ -167,6 +181,8 @@ class Store:
         layout: str = "segments",
         block_bytes: int | None = None,
         pinned: bool = False,
+        attachments: Sequence[Attachment] = (),
+        generation_checkpoint: GenerationCheckpoint | None = None,
     ) -> "Prepared":
         """The half of save that touches mlx: a snapshot that later steps of the caches do not change.
 
@@ -176,13 +192,23 @@ class Store:
 
         self._check_open()
         _check_identity(identity)
-        config = self.config
         if block_bytes is not None and (type(block_bytes) is not int or block_bytes < 1):
             raise InvalidInput("block_bytes must be a number of bytes", field="block_bytes", found=block_bytes)
+        if layout not in ("segments", "rows"):
+            raise InvalidInput("unknown cut", field="layout", expected=["segments", "rows"], found=layout)
+        meta = Meta(
+            model_id=identity.model_id,
+            config_fingerprint=identity.config_fingerprint,
+            tokenizer_hash=identity.tokenizer_hash,
+            ns=identity.ns,
+            attachments=tuple(attachments),
+            generation_checkpoint=generation_checkpoint,
+        )
+        size = block_bytes or self.config.block_bytes
+        span = self.config.span
         return saving.prepare(
-            self.provider, tokens, caches, identity, span=config.span, block_bytes=block_bytes or config.block_bytes,
-            layout=layout, pinned=pinned,
-        )  # fmt: skip
+            self.provider, tokens, caches, meta, span=span, block_bytes=size, layout=layout, pinned=pinned
+        )
 
     def commit(self, prepared: "Prepared") -> "Saved":
         """The half of save that writes; from any thread. Raises as save()."""
@@ -278,6 +304,30 @@ class Store:
             return collect.full_plan(self._rooms) if full else collect.plan(self._rooms)
         return collect.gc(self._rooms, full=full, progress=progress or (lambda done, total: None))
 
+    # ---- move
+
+    def import_file(self, path: str | os.PathLike[str]) -> "Imported":
+        """Take a cache file of any version into the store, under the identity it names; the file stays as it is.
+
+        Every tensor is compared with its hash. An entry of equal identity and tokens is replaced only by a file that
+        was saved later, so importing twice is safe. Raises CorruptEntry, UnsupportedFormat, StoreFull, OSError.
+        """
+        from . import moving  # brings mlx
+
+        self._check_open()
+        return moving.import_file(self._rooms, self.provider, os.fspath(path))
+
+    def export_entry(self, entry_id: str, folder: str | os.PathLike[str], *, layout: str = "monolith") -> str:
+        """Write an entry as a file that mlx-bun opens, named by its id, into `folder`; the file's path.
+
+        layout: "monolith", one file, or "rows", with blocks/ beside it. Raises EntryGone, CorruptEntry, OSError, and
+        InvalidInput for caches of kinds that mlx-bun does not know.
+        """
+        from . import moving  # brings mlx
+
+        self._check_open()
+        return moving.export_entry(self._rooms, _checked_id(entry_id), os.fspath(folder), layout)
+
     # ---- look
 
     def entries(self) -> list[Entry]:
@@ -304,26 +354,9 @@ class Store:
         return found[0]
 
     def stats(self) -> Stats:
+        """Numbers of the store; walks its directory to say what it takes on the disk."""
         self._check_open()
-        index, rows = self._rooms.index, self._rooms.index.entries()
-        counts = index.counts()
-        return Stats(
-            root=self.root,
-            entries=counts["entries"],
-            tokens=sum(row.token_count for _, row in rows),
-            blocks=counts["blocks"],
-            dead_blocks=counts["dead"],
-            unfinished_saves=counts["leases"],
-            unfinished_removals=counts["doomed"],
-            logical_bytes=sum(row.logical_bytes for _, row in rows),
-            block_bytes=index.total_bytes(),
-            physical_bytes=self._fs.tree_bytes(self.root),
-            max_bytes=index.max_bytes() or 0,
-            free_bytes=self._fs.free_bytes(self.root)[0],
-            block_hash=self.config.block_hash,
-            span=self.config.span,
-            durability=self.config.durability,
-        )
+        return stats_of(self._rooms)
 
     # ---- inside
 

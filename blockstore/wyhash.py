@@ -12,23 +12,39 @@ _SECRET = (0xA0761D6478BD642F, 0xE7037ED1A0B428DB, 0x8EBC6AF09C88C6E3, 0x589965C
 _ROUND_BYTES = 48
 # Words are unpacked into Python integers a chunk at a time, so that 32 MiB never become four million objects at once.
 _CHUNK_BYTES = 1024 * _ROUND_BYTES
+END_BYTES = 16
+Lanes = tuple[int, int, int]
+
+
+def initial(seed: int = 0) -> int:
+    """The state before the first byte."""
+    return seed ^ _mix(seed ^ _SECRET[0], _SECRET[1])
 
 
 def wyhash64(data: bytes | memoryview, seed: int = 0) -> int:
     """Hash contiguous bytes at any address; `seed` is an unsigned 64-bit integer. Nothing is copied but the tail."""
     view = memoryview(data).cast("B")
     size = len(view)
-    state = seed ^ _mix(seed ^ _SECRET[0], _SECRET[1])
+    state = initial(seed)
     if size <= 16:
         return _finish(*_short_words(bytes(view)), state, size)
     # The loop leaves at least one byte, so a length that is a multiple of 48 ends in three steps of 16.
     rounds_end = (size - 1) // _ROUND_BYTES * _ROUND_BYTES
-    state = _rounds(view[:rounds_end], state)
-    rest = bytes(view[rounds_end:])
-    for start in range(0, len(rest) - 16, 16):
-        state = _mix(_word(rest, start) ^ _SECRET[1], _word(rest, start + 8) ^ state)
-    end = bytes(view[size - 16 :])
-    return _finish(_word(end, 0), _word(end, 8), state, size)
+    if rounds_end:
+        first, second, third = advance(view[:rounds_end], (state, state, state))
+        state = first ^ second ^ third
+    kept = min(rounds_end, END_BYTES)
+    return finish(bytes(view[rounds_end - kept :]), kept, state, size)
+
+
+def finish(tail: bytes, kept: int, state: int, size: int) -> int:
+    """The hash of `size` > 16 bytes after its whole rounds left `state`.
+
+    `tail` is what is left, behind the last `kept` bytes of the rounds: the very end is read 16 bytes back.
+    """
+    for start in range(kept, len(tail) - 16, 16):
+        state = _mix(_word(tail, start) ^ _SECRET[1], _word(tail, start + 8) ^ state)
+    return _finish(_word(tail, len(tail) - 16), _word(tail, len(tail) - 8), state, size)
 
 
 def _mix(a: int, b: int) -> int:
@@ -55,13 +71,11 @@ def _halves(data: bytes, high: int, low: int) -> int:
     return int.from_bytes(data[high : high + 4], "little") << 32 | int.from_bytes(data[low : low + 4], "little")
 
 
-def _rounds(view: memoryview, state: int) -> int:
-    """Three lanes side by side over a whole number of 48-byte rounds, folded into one at the end."""
-    if not len(view):
-        return state
+def advance(view: memoryview, state: Lanes) -> Lanes:
+    """The three lanes, which run side by side, after `view`, a whole number of 48-byte rounds."""
     _, s1, s2, s3 = _SECRET
     mask = _MASK
-    x = y = z = state
+    x, y, z = state
     for a, b, c, d, e, f in _six_words(view):
         p = (a ^ s1) * (b ^ x)
         x = (p >> 64) ^ (p & mask)
@@ -69,7 +83,7 @@ def _rounds(view: memoryview, state: int) -> int:
         y = (q >> 64) ^ (q & mask)
         r = (e ^ s3) * (f ^ z)
         z = (r >> 64) ^ (r & mask)
-    return x ^ y ^ z
+    return x, y, z
 
 
 def _six_words(view: memoryview) -> Iterator[tuple[int, int, int, int, int, int]]:

@@ -14,8 +14,8 @@ from blockstore import Store, environment
 from blockstore.fs import FileSystem
 
 CHANGES = (
-    "write_new", "write_all", "sync_fd", "sync_file", "sync_dir", "rename", "unlink", "make_dir", "remove_dir",
-    "open_lock", "extend", "unlock",
+    "write_new", "create", "write_at", "write_all", "extend_fd", "sync_fd", "sync_file", "sync_dir", "rename",
+    "unlink", "make_dir", "remove_dir", "open_lock", "extend", "unlock",
 )  # fmt: skip
 # Which of those a broken or full disk refuses. What only lets go (a lock, a descriptor) cannot fail.
 REFUSABLE = tuple(name for name in CHANGES if name != "unlock")
@@ -69,7 +69,7 @@ class Recording(FileSystem):
 
     def passed(self, name: str, args: Sequence[Any], result: Any) -> None:
         """Called after each call that succeeded."""
-        if name in ("open_read", "open_lock"):
+        if name in ("open_read", "open_lock", "create"):
             self._paths[result] = args[0]
 
 
@@ -160,7 +160,7 @@ class Crash(Recording):
     def __init__(self) -> None:
         super().__init__()
         self._left: int | None = None
-        self._locks: set[int] = set()
+        self._held: set[int] = set()  # descriptors: locks, and files being written
         self.dead = False
 
     def arm(self, k: int) -> None:
@@ -184,22 +184,25 @@ class Crash(Recording):
 
     def passed(self, name: str, args: Sequence[Any], result: Any) -> None:
         super().passed(name, args, result)
-        if name == "open_lock":
-            self._locks.add(result)
+        if name in ("open_lock", "create"):
+            self._held.add(result)
         elif name == "close":
-            self._locks.discard(args[0])
+            self._held.discard(args[0])
 
-    def bury(self, store: Store) -> None:
-        """Let go of everything that the dead process held of its store; that object is of no use any more."""
-        store._lock_fd = None
-        env = environment._SHARED.pop(store._env.directory, None)
-        if env is not None and env._env is not None:
-            env._env.close()
-        if env is not None and env._fd is not None:
-            os.close(env._fd)
-        for fd in self._locks:
+    def bury(self, store: Store | None = None) -> None:
+        """Let go of everything that the dead process held, of its store too; that object is of no use any more."""
+        if store is not None:
+            store._lock_fd = None
+            env = environment._SHARED.pop(store._env.directory, None)
+            if env is not None and env._env is not None:
+                env._env.close()
+            if env is not None and env._fd is not None:
+                os.close(env._fd)
+        else:
+            self.dead, self._left = False, None
+        for fd in self._held:
             os.close(fd)
-        self._locks.clear()
+        self._held.clear()
 
 
 def _write_half(path: str, parts: Iterable[bytes | memoryview]) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 from unittest import mock
 
 import kvcodecs
-from blockstore import Match, Store, check, collect, entries, leases, loading, probe, rooms, saving
+from blockstore import Match, Store, check, collect, entries, leases, probe, rooms, saving, sources
 from blockstore.digest import digest
 from blockstore.index_rows import PRESENT, BlockRow, split_digests, unpack_block, unpack_lease
 from blockstore.records import Header, blocks_of
@@ -178,6 +178,6 @@ def repeatable() -> contextlib.ExitStack:
     margins = dataclasses.replace(rooms.MARGINS, threads=1, collect_batch_s=1e9)
     stack = contextlib.ExitStack()
     stack.enter_context(mock.patch.object(leases, "secrets", ids))
-    for module in (saving, loading, collect):
+    for module in (saving, sources, collect):
         stack.enter_context(mock.patch.object(module, "MARGINS", margins))
     return stack

@@ -49,7 +49,7 @@ def test_readme_runs_and_the_second_run_reuses(tmp_path: Path, monkeypatch: pyte
         "model": small_model(model_path), "model_path": model_path, "prompt": [5, 9, 2, 44, 17] * 20
     }  # fmt: skip
     blocks = BLOCK.findall((ROOT / "README.md").read_text())
-    assert len(blocks) == 2
+    assert len(blocks) == 3
     for block in blocks:
         exec(compile(block, "README.md", "exec"), names)
     assert names["loaded"] is None

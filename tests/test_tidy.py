@@ -19,26 +19,31 @@ MAX_COLUMNS = 120
 LEVELS = [
     ["errors"],
     ["fs", "digest", "wyhash", "jsontext"],
-    ["locks", "workers", "index_rows"],
+    ["locks", "workers", "index_rows", "wyhash_many"],
     ["records", "rules", "parse", "header", "identity", "environment"],
-    ["cut", "blocks", "buffers", "prefixes", "leases", "placing"],
-    ["ledger"],
-    ["index", "layout"],
+    ["cut", "blocks", "buffers", "prefixes", "leases", "placing", "meta", "header_files"],
+    ["ledger", "packing", "restoring"],
+    ["index", "layout", "monolith"],
     ["rooms"],
-    ["entries"],
+    ["entries", "sources", "listing"],
+    ["rows_files"],
     ["full_mark", "probe"],
     ["collect", "check", "report"],
     ["saving", "loading"],
-    ["opening", "listing"],
+    ["files"],
+    ["moving"],
+    ["opening"],
     ["store"],
-    ["cli_text", "cli_exit", "cli_ids", "cli_run", "cli_views"],
+    ["cli_text", "cli_exit", "cli_ids", "cli_run", "cli_views", "cli_app"],
+    ["cli_move"],
     ["demo", "cli"],
     ["__init__", "__main__"],
 ]
 # These handle arrays. No other room imports mlx, nor more of kvcodecs than what describes a cache.
-WITH_ARRAYS = {"buffers", "placing", "saving", "loading", "demo"}
+WITH_ARRAYS = {"buffers", "placing", "packing", "restoring", "monolith", "rows_files", "sources", "saving", "loading"}
+WITH_ARRAYS |= {"files", "moving", "demo"}
 # These may import mlx inside a function, so that a command that needs no array starts without it.
-LAZY = {"store", "cli", "__init__", "__main__"}
+LAZY = {"store", "cli", "cli_move", "__init__", "__main__"}
 WITHOUT_ARRAYS = {name for names in LEVELS for name in names} - WITH_ARRAYS - LAZY
 DESCRIPTIONS = {"kvcodecs.entry", "kvcodecs.geometry"}
 

@@ -14,6 +14,8 @@ from .entry import HeaderEntry
 
 OURS = "kvcodecs"
 MLX_LM = "mlx-lm"
+# What a header means that names no codec provider (FORMAT 2).
+FIRST_PROVIDER_ID = "mlx-cache-v3"
 
 
 class CodecError(ValueError):
@@ -113,6 +115,10 @@ class CodecProvider:
     def __post_init__(self) -> None:
         if not self.id.strip():
             raise CodecError("a codec provider needs a non-empty id")
+
+    def reads_id(self, name: str | None) -> bool:
+        """True where this provider reads entries of codecProvider `name`; absence means `mlx-cache-v3`."""
+        return (name or FIRST_PROVIDER_ID) in (self.id, *self.reads)
 
     def for_cache(self, cache: object) -> Codec:
         """The one codec that matches `cache`, or its storage if it is composed. Raises UnmatchedCache."""

@@ -285,6 +285,18 @@ def _first(tensor: Slot, axis: int | None, n: int) -> Slot:
     return msgspec.structs.replace(tensor, shape=shape, bytes=size, blocks=None)
 
 
+def live(entry: HeaderEntry) -> HeaderEntry:
+    """The entry without the rows of rings that hold nothing yet, as segments store it."""
+    if entry.children:
+        return msgspec.structs.replace(entry, children=tuple(map(live, entry.children)))
+    geometry = KINDS.get(entry.kind)
+    ring = geometry is not None and geometry.runs is _ring_runs and bool(entry.tensors)
+    if not ring or entry.offset >= ring_rows(entry):
+        return entry
+    tensors = tuple(_first(tensor, 2, entry.offset) for tensor in entry.tensors)
+    return msgspec.structs.replace(entry, tensors=tensors)
+
+
 def group_class(entry: HeaderEntry) -> tuple[object, ...]:
     """What two entries must share for their tensors to stand in one segment group."""
     return (entry.kind, *(entry.fields.get(name) for name in KINDS[entry.kind].static))

@@ -42,7 +42,7 @@ def by_hand(tokens: Sequence[int], ns: str) -> Prepared:
     entry = HeaderEntry("kv", len(tokens), {}, (slot(shape, "float32"), slot(shape, "float32")))
     packed = np.array(tokens, "<u4").tobytes()
     plan = cut.segments([entry], 4, 1024)
-    return Prepared(identity(ns), "mlx-cache-v5", packed, (entry,), plan, views, pinned=False)
+    return Prepared(identity(ns), "mlx-cache-v5", packed, (entry,), (), None, None, plan, views)
 
 
 def in_child(act: Callable[[], None]) -> int:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from blockstore import CorruptEntry, Store, StoreFull, loading, saving
+from blockstore import CorruptEntry, Store, StoreFull, saving, sources
 from fs_doubles import Crash, FailingAt, Killed
 from store_kit import all_facts, assert_clean, assert_exact, block_names, block_path
 from token_caches import IDENTITY, plain, small_store
@@ -25,7 +25,7 @@ NEVER = 500  # no scenario makes as many changes
 @pytest.fixture(autouse=True)
 def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """The k-th change is the same one each time."""
-    for module in (saving, loading):
+    for module in (saving, sources):
         monkeypatch.setattr(module, "MARGINS", dataclasses.replace(module.MARGINS, threads=1))
 
 

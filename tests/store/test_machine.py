@@ -22,7 +22,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from blockstore import CorruptEntry, InvalidInput, Store, StoreFull
 from blockstore.environment import Environment
-from blockstore.loading import Loaded
+from blockstore.restoring import Loaded
 from fs_doubles import Crash, Killed
 from store_kit import (
     all_facts,

@@ -1,0 +1,67 @@
+"""What travels with a cache list: whose it is, companion state, and where a generation stood."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from .errors import IdentityMismatch, InvalidInput
+from .identity import Identity
+from .records import GenerationCheckpoint, Header
+
+
+@dataclass(frozen=True)
+class Attachment:
+    """Companion state of a generation method (a draft model's, say); an entry that has any never shortens.
+
+    metadata is any JSON value, tensors are mlx arrays of any shape; a loaded one's tensors are new arrays.
+    """
+
+    schema: str
+    metadata: Any = field(default_factory=dict)
+    tensors: tuple[Any, ...] = ()
+
+
+@dataclass(frozen=True)
+class Meta:
+    """What a file says beside tokens and caches. None stands for a field that is absent.
+
+    created_at_ms: milliseconds since 1970; None when saving: now.
+    """
+
+    model_id: str | None = None
+    config_fingerprint: str | None = None
+    tokenizer_hash: str | None = None
+    ns: str | None = None
+    attachments: tuple[Attachment, ...] = ()
+    generation_checkpoint: GenerationCheckpoint | None = None
+    created_at_ms: int | None = None
+
+    @property
+    def identity(self) -> Identity:
+        return Identity(self.model_id, self.config_fingerprint, self.tokenizer_hash, self.ns)
+
+
+def meta_of(header: Header, attachments: tuple[Attachment, ...]) -> Meta:
+    """The Meta that saves the same file again."""
+    return Meta(
+        model_id=header.model_id,
+        config_fingerprint=header.config_fingerprint,
+        tokenizer_hash=header.tokenizer_hash,
+        ns=header.ns,
+        attachments=attachments,
+        generation_checkpoint=header.generation_checkpoint,
+        created_at_ms=header.created_at,
+    )
+
+
+def expect_identity(header: Header, expected: Identity | Meta | None, path: str) -> None:
+    """Raise IdentityMismatch, naming the field, where a field of `expected` that is not None differs."""
+    if expected is None:
+        return
+    if not isinstance(expected, (Identity, Meta)):
+        raise InvalidInput("expect must be an Identity or a Meta", field="expect", found=type(expected).__name__)
+    for name in ("model_id", "config_fingerprint", "tokenizer_hash", "ns"):
+        wanted, found = getattr(expected, name), getattr(header, name)
+        if wanted is not None and wanted != found:
+            raise IdentityMismatch(
+                "the file is of another identity", path=path, field=name, expected=wanted, found=found
+            )

@@ -1,0 +1,185 @@
+"""From snapshots to the bytes of blocks, and to the header that names them. No mlx: plain memory only."""
+
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+
+from kvcodecs.entry import BlockRef, HeaderEntry, Slot, leaves, replace_leaves
+
+from . import cut, records
+from .buffers import ByteArray, Scratch, flat_views
+from .identity import Identity, versions_of
+from .placing import companions
+from .prefixes import unpack_tokens
+from .records import GenerationCheckpoint, Group, Header
+from .rules import PAGE_BYTES
+
+_VERSION = 5
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A snapshot of a cache list: what the caches do afterwards changes nothing here.
+
+    It shares the caches' memory, so their next step in place copies them; commit it, or drop it, soon. `tokens` are
+    packed as u32 LE, `attachments` described without blocks; `views` has one array of unsigned integers for each
+    tensor, those of the attachments numbered as leaves behind the caches'.
+    """
+
+    identity: Identity
+    provider_id: str
+    tokens: bytes
+    caches: tuple[HeaderEntry, ...]
+    attachments: tuple[records.Attachment, ...]
+    generation_checkpoint: GenerationCheckpoint | None
+    created_at_ms: int | None
+    plan: cut.CutPlan
+    views: dict[cut.Ref, ByteArray]
+    pinned: bool = False
+
+    @property
+    def logical_bytes(self) -> int:
+        return sum(view.nbytes for view in self.views.values())
+
+
+@dataclass(frozen=True)
+class _Job:
+    """One block to make: tokens start … stop of a group, or elements start … stop of one tensor."""
+
+    part: cut.Part
+    start: int
+    stop: int
+
+
+def placed(prepared: Prepared) -> Iterator[tuple[cut.Ref, Slot]]:
+    """Every slot with the place that it has in one file; the first writer names it in v5 as well, where it is unused.
+
+    Cache tensors begin at multiples of a page. The first attachment tensor follows the last cache tensor directly.
+    """
+    flat = [*leaves(prepared.caches), *companions(prepared.attachments)]
+    first_companion = len(flat) - len(prepared.attachments)
+    end, attached = 0, False
+    for (leaf, index), slot in cut.numbered(flat):
+        follows = leaf >= first_companion and not attached
+        attached = leaf >= first_companion
+        off = end if follows else -(-end // PAGE_BYTES) * PAGE_BYTES
+        end = off + slot.bytes
+        yield (leaf, index), msgspec.structs.replace(slot, off=off)
+
+
+class Packer:
+    """Makes the blocks of a snapshot, by number, and then its header. pack() may be called from several threads."""
+
+    def __init__(self, prepared: Prepared) -> None:
+        self.prepared = prepared
+        self._jobs = list(_jobs(prepared.plan))
+        self._scratch = Scratch()
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    def size(self, number: int) -> int:
+        """Bytes of a block."""
+        job, views = self._jobs[number], self.prepared.views
+        if isinstance(job.part, cut.LoosePlan):
+            return (job.stop - job.start) * views[job.part.tensor].itemsize
+        axis = job.part.axis
+        return sum((job.stop - job.start) * (views[ref].nbytes // views[ref].shape[axis]) for ref in job.part.tensors)
+
+    def pack(self, number: int) -> memoryview:
+        """The bytes of a block, in this thread's buffer until its next call."""
+        out = self._scratch.take(self.size(number))
+        at = 0
+        for part in self._parts(self._jobs[number]):
+            np.copyto(out[at : at + part.nbytes].view(part.dtype).reshape(part.shape), part)
+            at += part.nbytes
+        return out.data
+
+    def header(
+        self, digests: Sequence[bytes], *, block_hash: str | None, created_at_ms: int, ours: bool = True
+    ) -> Header:
+        """The v5 header over blocks with these digests, in order. `ours`: with what only our own readers know."""
+        prepared, identity = self.prepared, self.prepared.identity
+        caches, attachments = self._cut_entries(digests, ours)
+        return Header(
+            format_version=_VERSION,
+            created_at=prepared.created_at_ms if prepared.created_at_ms is not None else created_at_ms,
+            model_id=identity.model_id,
+            config_fingerprint=identity.config_fingerprint,
+            tokenizer_hash=identity.tokenizer_hash,
+            ns=identity.ns,
+            codec_provider=prepared.provider_id,
+            tokens=tuple(unpack_tokens(prepared.tokens)),
+            caches=caches,
+            attachments=attachments,
+            generation_checkpoint=prepared.generation_checkpoint,
+            block_hash=block_hash,
+            segments=self._groups(digests) if ours else None,
+            made_with=_made_with() if ours else None,
+        )
+
+    def _parts(self, job: _Job) -> Iterator[ByteArray]:
+        views = self.prepared.views
+        if isinstance(job.part, cut.LoosePlan):
+            yield from flat_views(views[job.part.tensor], job.start, job.stop)
+            return
+        for ref in job.part.tensors:
+            before: tuple[slice, ...] = (slice(None),) * job.part.axis
+            yield views[ref][(*before, slice(job.start, job.stop))]
+
+    def _by_part(self, digests: Sequence[bytes]) -> Iterator[tuple[cut.Part, Sequence[bytes]]]:
+        at = 0
+        for part in self.prepared.plan.parts:
+            yield part, digests[at : at + len(part.counts)]
+            at += len(part.counts)
+
+    def _groups(self, digests: Sequence[bytes]) -> tuple[Group, ...]:
+        groups = []
+        for part, own in self._by_part(digests):
+            if isinstance(part, cut.GroupPlan):
+                usual = part.counts == cut.default_counts(sum(part.counts), part.span)
+                groups.append(Group(part.span, part.tensors, b"".join(own).hex(), None if usual else part.counts))
+        return tuple(groups)
+
+    def _cut_entries(
+        self, digests: Sequence[bytes], ours: bool
+    ) -> tuple[tuple[HeaderEntry, ...], tuple[records.Attachment, ...]]:
+        """Entries and attachments with every slot saying where its bytes are: a token axis, or blocks of its own."""
+        prepared = self.prepared
+        flat = [*leaves(prepared.caches), *companions(prepared.attachments)]
+        slots: dict[cut.Ref, Slot] = dict(cut.numbered(flat) if ours else placed(prepared))
+        for part, own in self._by_part(digests):
+            if isinstance(part, cut.GroupPlan):
+                for ref in part.tensors:
+                    slots[ref] = msgspec.structs.replace(slots[ref], axis=part.axis)
+            else:
+                slot = slots[part.tensor]
+                sizes = (count * slot.item_size for count in part.counts)
+                blocks = tuple(BlockRef(digest.hex(), size) for digest, size in zip(own, sizes, strict=True))
+                slots[part.tensor] = msgspec.structs.replace(slot, blocks=blocks)
+        tensors = [tuple(slots[leaf, i] for i in range(len(entry.tensors))) for leaf, entry in enumerate(flat)]
+        new = (msgspec.structs.replace(entry, tensors=own) for entry, own in zip(flat, tensors, strict=True))
+        caches = replace_leaves(prepared.caches, new)
+        extra = tensors[len(flat) - len(prepared.attachments) :]
+        attachments = tuple(
+            msgspec.structs.replace(attachment, tensors=own)
+            for attachment, own in zip(prepared.attachments, extra, strict=True)
+        )
+        return caches, attachments
+
+
+@functools.cache
+def _made_with() -> dict[str, str]:
+    """Looked up once a process: what is imported does not change."""
+    return versions_of()
+
+
+def _jobs(plan: cut.CutPlan) -> Iterator[_Job]:
+    for part in plan.parts:
+        start = 0
+        for count in part.counts:
+            yield _Job(part, start, start + count)
+            start += count
