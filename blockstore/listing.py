@@ -9,13 +9,16 @@ from .rooms import Rooms
 class Match(msgspec.Struct, frozen=True):
     """What find() found: `length` tokens of the prompt can be served from an entry of `entry_length` tokens.
 
-    `prefix` is a digest of those tokens; a load compares it, so that a damaged index never serves another prompt.
+    `limit` says why it is not more: "prompt" (its last token is always left to compute), "entry" (it ends there), or
+    "tokens" (they differ from there on). `prefix` is a digest of the tokens; a load compares it, so that a damaged
+    index never serves another prompt.
     """
 
     entry_id: str
     length: int
     entry_length: int
     prefix: str = ""
+    limit: str = ""
 
 
 class Entry(msgspec.Struct, frozen=True):

@@ -370,7 +370,10 @@ class Store:
         found = self._rooms.index.find(scope, packed, exclude)
         if found is None:
             return None
-        return Match(found.entry_id, found.length, found.entry_length, prefix_digest(packed, found.length))
+        limit = "prompt" if found.length == len(packed) // 4 - 1 else "tokens"
+        if found.length == found.entry_length:
+            limit = "entry"
+        return Match(found.entry_id, found.length, found.entry_length, prefix_digest(packed, found.length), limit)
 
     def _row(self, entry_id: str) -> EntryRow:
         row = self._rooms.index.entry(_checked_id(entry_id))

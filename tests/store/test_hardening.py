@@ -51,6 +51,19 @@ def test_a_match_is_compared_with_the_tokens_that_are_loaded(tmp_path: Path) -> 
         assert store.load(saved.entry_id).token_count == 30, "a wrong index condemns no entry"
 
 
+@pytest.mark.parametrize(
+    ("prompt", "limit"),
+    [([*TOKENS, 7, 8], "entry"), (TOKENS, "prompt"), (TOKENS[:20], "prompt"), ([*TOKENS[:20], 99, 98], "tokens")],
+)
+def test_a_match_says_why_it_is_not_longer(tmp_path: Path, prompt: list[int], limit: str) -> None:
+    """Case 37: "restored", yet less is reused than was hoped for."""
+    with small_store(tmp_path / "s") as store:
+        store.save(TOKENS, plain(TOKENS), IDENTITY)
+        match = store.find(prompt, IDENTITY)
+        assert match is not None
+        assert match.limit == limit
+
+
 @pytest.mark.parametrize("table", ["chains", "equal", "uses"])
 def test_check_looks_at_what_find_goes_by(tmp_path: Path, table: str) -> None:
     with small_store(tmp_path / "s") as store:
