@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from .errors import (
     BlockstoreError,
     CacheMiss,
+    Cancelled,
     CorruptEntry,
     EntryGone,
     IdentityMismatch,
@@ -64,6 +65,7 @@ __all__ = [
     "Attachment",
     "BlockstoreError",
     "CacheMiss",
+    "Cancelled",
     "CorruptEntry",
     "Entry",
     "EntryGone",

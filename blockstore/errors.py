@@ -89,3 +89,9 @@ class StoreBroken(BlockstoreError):
 
     code = "store-broken"
     default_hint = "Stop the programs that use the store and run `blockstore check --repair`."
+
+
+class Cancelled(BlockstoreError):
+    """The caller gave up while a file was being written or read; nothing of it is left."""
+
+    code = "cancelled"

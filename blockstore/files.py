@@ -16,7 +16,7 @@ from kvcodecs.provider import default_provider
 
 from . import monolith, rows_files, saving
 from .blocks import Blocks
-from .errors import InvalidInput
+from .errors import CorruptEntry, InvalidInput
 from .fs import FileSystem
 from .header_files import opened, read_header
 from .identity import Identity
@@ -103,8 +103,10 @@ def read_kv_header(path: str | os.PathLike[str]) -> Header:
 def clone_kv_caches(caches: Sequence[object], provider: CodecProvider | None = None) -> list[Any]:
     """New caches that share the arrays' memory: going on with either list leaves the other as it was.
 
-    Raises InvalidInput for a cache that no codec handles or that cannot be cloned.
+    Meta.clone() does it for attachments. Raises InvalidInput for a cache that no codec handles or can clone.
     """
+    if not isinstance(caches, Sequence):
+        raise InvalidInput("caches must be a list, one for each layer", field="caches", found=type(caches).__name__)
     try:
         return (provider or default_provider()).clone(caches)
     except CodecError as error:
@@ -127,7 +129,8 @@ async def save_kv_cache_async(
 
     run_step: awaited with a function to call, on the thread that owns the caches and while nothing else uses them;
     default: call it here. Where it raises or is cancelled nothing was begun. Cancelled later, this waits until the
-    writer has stopped: nothing is left of the file, unless it was whole by then.
+    writer has stopped: nothing is left of the file, unless it was whole by then. With layout="rows", blocks that were
+    whole stay in blocks/; no header names them, and another writer may have taken them over.
     """
     chosen = provider or default_provider()
     prepared = await (run_step or _here)(lambda: _prepare(tokens, caches, meta, layout, block_bytes, chosen))
@@ -154,7 +157,8 @@ async def load_kv_cache_async(
     try:
         await _elsewhere(load.read_header, threading.Event())
         await step(lambda: load.allocate(model, length))
-        await _elsewhere(lambda: load.fill(verify), threading.Event())
+        stop = threading.Event()
+        await _elsewhere(lambda: load.fill(verify, stop), stop)
         loaded: Loaded = await step(load.finish)
     finally:
         load.close()
@@ -181,9 +185,10 @@ class _Load:
         self._source = self._source_of(self._restore.targets)
         self._restore.allocate()
 
-    def fill(self, verify: bool | None) -> None:
+    def fill(self, verify: bool | None, stop: threading.Event | None = None) -> None:
         """Read the bytes; verify=None: compare them with their hashes where that costs little."""
-        self._source.fill(verify=isinstance(self._source, BlockSource) if verify is None else bool(verify))
+        chosen = isinstance(self._source, BlockSource) if verify is None else bool(verify)
+        self._source.fill(verify=chosen, stop=stop)
 
     def finish(self) -> Loaded:
         return self._restore.loaded()
@@ -195,7 +200,10 @@ class _Load:
         header = self._header
         if header.format_version != BLOCKS_VERSION:
             return FileSource(self._fs, self._fd, self._path, header, targets)
-        source = BlockSource(Blocks(self._fs, beside(self._path), header.block_hash or "sha256"), header, targets)
+        directory = beside(self._path)
+        if os.path.islink(directory):
+            raise CorruptEntry("blocks/ is a symbolic link, which is not followed", path=directory)
+        source = BlockSource(Blocks(self._fs, directory, header.block_hash or "sha256"), header, targets)
         source.check()
         return source
 

@@ -1,6 +1,8 @@
 """What travels with a cache list: whose it is, companion state, and where a generation stood."""
 
-from dataclasses import dataclass, field
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from .errors import IdentityMismatch, InvalidInput
@@ -19,6 +21,10 @@ class Attachment:
     metadata: Any = field(default_factory=dict)
     tensors: tuple[Any, ...] = ()
 
+    def clone(self) -> "Attachment":
+        """One over the same memory: assigning to either's arrays or metadata leaves the other as it was."""
+        return Attachment(self.schema, copy.deepcopy(self.metadata), tuple(array[...] for array in self.tensors))
+
 
 @dataclass(frozen=True)
 class Meta:
@@ -34,6 +40,10 @@ class Meta:
     attachments: tuple[Attachment, ...] = ()
     generation_checkpoint: GenerationCheckpoint | None = None
     created_at_ms: int | None = None
+
+    def clone(self) -> "Meta":
+        """The same, with attachments cloned; a generation checkpoint cannot change and is shared."""
+        return replace(self, attachments=tuple(attachment.clone() for attachment in self.attachments))
 
     @property
     def identity(self) -> Identity:
@@ -65,3 +75,9 @@ def expect_identity(header: Header, expected: Identity | Meta | None, path: str)
             raise IdentityMismatch(
                 "the file is of another identity", path=path, field=name, expected=wanted, found=found
             )
+
+
+def as_tuple(attachments: object) -> tuple[Any, ...]:
+    if not isinstance(attachments, Sequence):
+        raise InvalidInput("attachments must be a list", field="attachments", found=type(attachments).__name__)
+    return tuple(attachments)

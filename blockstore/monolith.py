@@ -18,7 +18,7 @@ import numpy as np
 from kvcodecs.entry import Slot, leaves, replace_leaves
 
 from .buffers import ByteArray, flat_views
-from .errors import BlockstoreError
+from .errors import Cancelled
 from .fs import FileSystem
 from .header import PREFIX_BYTES, data_start, encode_header
 from .packing import Prepared, placed
@@ -31,12 +31,6 @@ _WITH_ATTACHMENTS: Final = 4
 _PLACEHOLDER: Final = "0" * 16
 _PIECE_ELEMENTS: Final = 1 << 20
 _NAMED_CHARACTERS: Final = 32
-
-
-class Cancelled(BlockstoreError):
-    """The caller gave up while a file was being written; nothing of it is left."""
-
-    code = "cancelled"
 
 
 def write(fs: FileSystem, path: str, prepared: Prepared, *, sync: bool, stop: threading.Event) -> int:

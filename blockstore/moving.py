@@ -13,7 +13,7 @@ from kvcodecs.entry import HeaderEntry, Slot, leaves
 from . import cut, entries, monolith, placing, rows_files, saving
 from .blocks import Blocks
 from .buffers import ByteArray
-from .errors import CorruptEntry, EntryGone, InvalidInput
+from .errors import CorruptEntry, EntryGone, InvalidInput, UnsupportedFormat
 from .files import DEFAULT_BLOCK_BYTES, FIRST_KINDS
 from .fs import FileSystem
 from .header_files import opened
@@ -64,6 +64,7 @@ def import_file(rooms: Rooms, provider: CodecProvider, path: str) -> Imported:
     a file that was saved later. Raises CorruptEntry, UnsupportedFormat, StoreFull, OSError.
     """
     with opened(rooms.fs, path) as (fd, header):
+        _check_usable(header, provider, path)
         ours = provider.reads_id(header.codec_provider)
         provider_id = provider.id if ours else str(header.codec_provider)
         known = _standing(rooms, header, provider_id)
@@ -73,6 +74,21 @@ def import_file(rooms: Rooms, provider: CodecProvider, path: str) -> Imported:
         prepared = _prepared(rooms, fd, path, header, provider_id)
     saved = saving.commit(rooms, prepared)
     return Imported(path, "imported", saved.entry_id, saved)
+
+
+def _check_usable(header: Header, provider: CodecProvider, path: str) -> None:
+    """Refuse a file that no load would ever serve from: empty, without a provider's name, of a kind nobody reads."""
+    if not header.tokens or not header.caches:
+        raise UnsupportedFormat("the file holds no tokens or no caches", path=path)
+    if header.codec_provider is not None and not header.codec_provider.strip():
+        raise UnsupportedFormat("the codec provider has no name", path=path, field="codecProvider", found="")
+    if provider.reads_id(header.codec_provider):
+        known = {codec.kind for codec in provider.codecs}
+        for entry in leaves(header.caches):
+            if entry.kind not in known:
+                raise UnsupportedFormat(
+                    "no codec reads this kind", path=path, field="kind", expected=sorted(known), found=entry.kind
+                )
 
 
 def _standing(rooms: Rooms, header: Header, provider_id: str) -> tuple[str, str] | None:

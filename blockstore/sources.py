@@ -1,6 +1,7 @@
 """Where restored bytes come from: blocks named by their digest, or one file that holds header and tensors."""
 
 import os
+import threading
 from collections.abc import Sequence
 from typing import Final
 
@@ -9,7 +10,7 @@ import numpy as np
 from . import placing
 from .blocks import Blocks
 from .buffers import ByteArray, Scratch
-from .errors import CorruptEntry
+from .errors import Cancelled, CorruptEntry
 from .fs import FileSystem
 from .header import PREFIX_BYTES, data_start_in
 from .records import Header, slots_of
@@ -33,9 +34,17 @@ class BlockSource:
         for read in self._reads:
             self._blocks.require(read.digest, read.size)
 
-    def fill(self, *, verify: bool) -> None:
-        """Read every block into the targets, which are allocated by now. Raises CorruptEntry, OSError."""
-        spread(self._reads, lambda read: self._read(read, verify), MARGINS.threads)
+    def fill(self, *, verify: bool, stop: threading.Event | None = None) -> None:
+        """Read every block into the targets, which are allocated by now. Raises CorruptEntry, OSError.
+
+        Once `stop` is set it raises Cancelled, soon.
+        """
+
+        def read_one(read: placing.Read) -> None:
+            _check_running(stop)
+            self._read(read, verify)
+
+        spread(self._reads, read_one, MARGINS.threads)
 
     def _read(self, read: placing.Read, verify: bool) -> None:
         if read.whole:
@@ -65,13 +74,18 @@ class FileSource:
         self._header = header
         self._reads = list(placing.pieces(header, targets, _PIECE_BYTES))
         self._scratch = Scratch()
+        self._stop: threading.Event | None = None
         self._start = 0
         prefix = np.empty(PREFIX_BYTES, np.uint8)
         self._read_at(0, prefix)
         self._start = data_start_in(prefix.tobytes())
 
-    def fill(self, *, verify: bool) -> None:
-        """Read every tensor into the targets; `verify` first compares each with its hash. CorruptEntry, OSError."""
+    def fill(self, *, verify: bool, stop: threading.Event | None = None) -> None:
+        """Read every tensor into the targets; `verify` first compares each with its hash. CorruptEntry, OSError.
+
+        Once `stop` is set it raises Cancelled, soon.
+        """
+        self._stop = stop
         if verify:
             self._verify()
         spread(self._reads, self._read, MARGINS.threads)
@@ -82,6 +96,7 @@ class FileSource:
         read.place(data, 0)
 
     def _read_at(self, offset: int, out: ByteArray) -> None:
+        _check_running(self._stop)
         if self._fs.read_into(self._fd, out.data, self._start + offset) != len(out):
             raise CorruptEntry("the file ended early", path=self._path)
 
@@ -97,6 +112,11 @@ class FileSource:
                     expected=slot.hash,
                     found=f"{value:016x}",
                 )
+
+
+def _check_running(stop: threading.Event | None) -> None:
+    if stop is not None and stop.is_set():
+        raise Cancelled("reading was cancelled")
 
 
 class _Stored:

@@ -22,7 +22,7 @@ from .index_rows import EntryRow
 from .layout import Durability, StoreConfig
 from .leases import is_id
 from .listing import Entry, Match, Stats, entry_of, stats_of
-from .meta import Attachment, Meta
+from .meta import Attachment, Meta, as_tuple
 from .prefixes import pack_tokens, prefix_digest
 from .records import GenerationCheckpoint, scope_of
 from .rooms import MARGINS, Deadline, Rooms
@@ -201,7 +201,7 @@ class Store:
             config_fingerprint=identity.config_fingerprint,
             tokenizer_hash=identity.tokenizer_hash,
             ns=identity.ns,
-            attachments=tuple(attachments),
+            attachments=as_tuple(attachments),
             generation_checkpoint=generation_checkpoint,
         )
         size = block_bytes or self.config.block_bytes

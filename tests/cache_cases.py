@@ -389,7 +389,7 @@ def facts(cache: Any) -> object:
     if hasattr(cache, "cache"):
         lengths = [None if x is None else x.tolist() for x in (cache.lengths, cache.left_padding)]
         return type(cache), [None if array is None else bits(array) for array in cache.cache], lengths
-    numbers = {name: value for name, value in vars(cache).items() if isinstance(value, int)}
+    numbers = {name: value for name, value in vars(cache).items() if type(value) is int}
     live = arrays_of(cache)
     if hasattr(cache, "block_table"):
         return type(cache), numbers, [*cache.block_table], cache.quantization, [bits(array) for array in live]

@@ -113,12 +113,22 @@ class CodecProvider:
     reads: frozenset[str] = field(default_factory=frozenset)
 
     def __post_init__(self) -> None:
-        if not self.id.strip():
-            raise CodecError("a codec provider needs a non-empty id")
+        name: object = self.id
+        reads: object = self.reads
+        if not (isinstance(name, str) and name.strip()):
+            raise CodecError(f"a codec provider needs a non-empty id, not {name!r}")
+        if isinstance(reads, str):
+            raise CodecError("reads takes a set of ids, not one of them")
+        # A list that somebody still holds is not a fixed table.
+        object.__setattr__(self, "codecs", tuple(self.codecs))
+        object.__setattr__(self, "reads", frozenset(self.reads))
+        for codec in self.codecs:
+            if not isinstance(codec, Codec):
+                raise CodecError(f"{codec!r} is no codec")
 
     def reads_id(self, name: str | None) -> bool:
         """True where this provider reads entries of codecProvider `name`; absence means `mlx-cache-v3`."""
-        return (name or FIRST_PROVIDER_ID) in (self.id, *self.reads)
+        return (FIRST_PROVIDER_ID if name is None else name) in (self.id, *self.reads)
 
     def for_cache(self, cache: object) -> Codec:
         """The one codec that matches `cache`, or its storage if it is composed. Raises UnmatchedCache."""

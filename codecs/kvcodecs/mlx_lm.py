@@ -55,6 +55,7 @@ def mlx_lm_codecs(provider: Callable[[], CodecProvider]) -> tuple[Codec, ...]:
         QuantizedCodec(MLX_LM, ClassRef(_CACHE, "QuantizedKVCache")),
         ChunkedCodec(MLX_LM, ClassRef(_CACHE, "ChunkedKVCache")),
         ArraysCodec(MLX_LM, ClassRef(_CACHE, "ArraysCache")),
+        RecurrentAsArraysCodec(MLX_LM, ClassRef(_CACHE, "ArraysCache")),
         LayerCacheCodec(MLX_LM, _LAYER_CACHE),
         ListCodec(MLX_LM, ClassRef(_CACHE, "CacheList"), provider),
     )
@@ -148,6 +149,30 @@ class ArraysCodec(ClassCodec):
         for name, attribute in (("lengths", "lengths"), ("leftPadding", "left_padding")):
             if name in entry.fields:
                 setattr(cache, attribute, mx.array(entry.fields[name], dtype=mx.int32))
+        carry_minimum(cache, entry.minimum_reusable_offset)
+        return cache
+
+
+@dataclass(frozen=True)
+class RecurrentAsArraysCodec(ArraysCodec):
+    """An `ssm` entry where the model has an ArraysCache of two slots: some models write into nothing else.
+
+    It only loads. What the cache is saved as again, `arrays`, is the other codec's.
+    """
+
+    kind: str = field(default="ssm", init=False)
+
+    def matches(self, cache: object) -> bool:
+        return False
+
+    def check_prototype(self, entry: HeaderEntry, prototype: Any) -> None:
+        refuse_other_structure(entry, prototype)
+        if _slot_count(prototype) != len(entry.tensors):
+            raise PrototypeMismatch("ssm.slots", _slot_count(prototype), len(entry.tensors))
+
+    def load(self, entry: HeaderEntry, arrays: Sequence[mx.array], prototype: Any) -> Any:
+        cache = self.owner.imported()(len(arrays))
+        cache.cache = list(arrays)
         carry_minimum(cache, entry.minimum_reusable_offset)
         return cache
 

@@ -17,7 +17,7 @@ class RecurrentCache:
     """The convolution's last inputs and the recurrent state; `cache[0]` and `cache[1]` in a model of mlx-lm's.
 
     conv, recurrent: arrays whose first dimension is the batch, or None until the model has set them.
-    offset: how many tokens they have seen, as far as the model says so by `advance`.
+    offset: how many tokens they have seen; counted: whether the model says so, by `advance`. Some never do.
     Holds sequences of equal length without padding. What has been seen cannot be taken back.
     """
 
@@ -25,6 +25,7 @@ class RecurrentCache:
         self.conv: mx.array | None = None
         self.recurrent: mx.array | None = None
         self.offset = 0
+        self.counted = False
         self.minimum_reusable_offset: int | None = None
 
     def __getitem__(self, index: int) -> mx.array | None:
@@ -47,6 +48,7 @@ class RecurrentCache:
     def advance(self, n: int) -> None:
         """Count `n` tokens as seen."""
         self.offset += n
+        self.counted = True
 
     def make_mask(self, n: int) -> None:
         """None: every token counts."""
@@ -82,10 +84,12 @@ class RecurrentCodec(ClassCodec):
 
     def snapshot(self, cache: Any, context: SnapshotContext) -> Snapshot:
         states = _states(cache)
-        return describe(cache, HeaderEntry(self.kind, cache.offset or context.token_count), states)
+        offset = cache.offset if cache.counted else context.token_count
+        return describe(cache, HeaderEntry(self.kind, offset), states)
 
     def clone(self, cache: Any) -> Any:
         copy = self._build(_states(cache), cache.offset)
+        copy.counted = cache.counted
         carry_minimum(copy, cache.minimum_reusable_offset)
         return copy
 

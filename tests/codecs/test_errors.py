@@ -152,7 +152,7 @@ def test_prototypes(cache: Any, prototype: Any, field: str, expected: object, fo
         ("mlx-lm qkv: quantized while running", mlx_lm_cache.KVCache(), mlx_lm_cache.QuantizedKVCache),
         ("mlx-lm rotating: wrapped", mlx_lm_cache.KVCache(), mlx_lm_cache.RotatingKVCache),
         ("ours rotating-qkv: quantized while running", mlx_lm_cache.RotatingKVCache(8, 2), None),
-        ("ours ssm: set", mlx_lm_cache.ArraysCache(2), kvcodecs.RecurrentCache),
+        ("ours ssm: set", mlx_lm_cache.ArraysCache(2), mlx_lm_cache.ArraysCache),
         ("mlx-lm arrays: all set", kvcodecs.RecurrentCache(), mlx_lm_cache.ArraysCache),
         ("mlx-lm chunked: first chunk", None, mlx_lm_cache.ChunkedKVCache),
     ],
