@@ -116,16 +116,31 @@ def _lockstep(lanes: Sequence[Hashable], rounds: int) -> Words:
 
 
 def _advance(state: Words, left: Words, right: Words) -> None:
-    """Mix `left` with `right` and the state, round by round: the 128-bit product's halves, one xor the other."""
+    """Mix `left` with `right` and the state, round by round: the 128-bit product's halves, one xor the other.
+
+    The upper half by the schoolbook, in halves of 32 bits; every result goes into an array that is there already,
+    since making one costs as much as filling it.
+    """
     left_low, left_high = left & _LOW, left >> _HALF
+    b, low, high, cross, carry, other = (np.empty_like(state) for _ in range(6))
     for number in range(len(left)):
-        b = right[number] ^ state
-        b_low, b_high = b & _LOW, b >> _HALF
-        low, high = left_low[number], left_high[number]
-        cross, other = low * b_high, high * b_low
-        carry = ((low * b_low) >> _HALF) + (cross & _LOW) + (other & _LOW)
-        top = high * b_high + (cross >> _HALF) + (other >> _HALF) + (carry >> _HALF)
-        np.bitwise_xor(top, left[number] * b, out=state)
+        np.bitwise_xor(right[number], state, out=b)
+        np.bitwise_and(b, _LOW, out=low)
+        np.right_shift(b, _HALF, out=high)
+        np.multiply(left_low[number], low, out=carry)
+        np.right_shift(carry, _HALF, out=carry)
+        np.multiply(left_low[number], high, out=cross)
+        np.add(cross, carry, out=cross)
+        np.bitwise_and(cross, _LOW, out=carry)
+        np.multiply(left_high[number], low, out=other)
+        np.add(other, carry, out=other)
+        np.right_shift(cross, _HALF, out=cross)
+        np.right_shift(other, _HALF, out=other)
+        np.multiply(left_high[number], high, out=high)
+        np.add(high, cross, out=high)
+        np.add(high, other, out=high)
+        np.multiply(left[number], b, out=b)
+        np.bitwise_xor(high, b, out=state)
 
 
 # ---- compiled
