@@ -21,8 +21,7 @@ from .buffers import ByteArray, flat_views
 from .errors import Cancelled
 from .fs import FileSystem
 from .header import PREFIX_BYTES, data_start, encode_header
-from .packing import Prepared, placed
-from .prefixes import unpack_tokens
+from .packing import Prepared, header_of, placed
 from .records import Header
 from .wyhash_many import hash_all
 
@@ -87,20 +86,8 @@ def _header(prepared: Prepared, slots: Sequence[Slot]) -> Header:
         msgspec.structs.replace(one, tensors=tuple(next(remaining) for _ in one.tensors))
         for one in prepared.attachments
     )
-    identity, created = prepared.identity, prepared.created_at_ms
-    return Header(
-        format_version=_WITH_ATTACHMENTS if attachments else _CACHES_ONLY,
-        created_at=created if created is not None else time.time_ns() // 1_000_000,
-        model_id=identity.model_id,
-        config_fingerprint=identity.config_fingerprint,
-        tokenizer_hash=identity.tokenizer_hash,
-        ns=identity.ns,
-        codec_provider=prepared.provider_id,
-        tokens=tuple(unpack_tokens(prepared.tokens)),
-        caches=caches,
-        attachments=attachments,
-        generation_checkpoint=prepared.generation_checkpoint,
-    )
+    version = _WITH_ATTACHMENTS if attachments else _CACHES_ONLY
+    return header_of(prepared, version, caches, attachments, created_at_ms=time.time_ns() // 1_000_000)
 
 
 def _check(stop: threading.Event) -> None:

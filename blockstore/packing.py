@@ -70,6 +70,34 @@ def placed(prepared: Prepared) -> Iterator[tuple[cut.Ref, Slot]]:
         yield (leaf, index), msgspec.structs.replace(slot, off=off)
 
 
+def header_of(
+    prepared: Prepared,
+    format_version: int,
+    caches: tuple[HeaderEntry, ...],
+    attachments: tuple[records.Attachment, ...],
+    *,
+    created_at_ms: int,
+) -> Header:
+    """The header that any version has, over entries that say where their bytes are.
+
+    `created_at_ms` serves a snapshot that names no time of its own.
+    """
+    identity, created = prepared.identity, prepared.created_at_ms
+    return Header(
+        format_version=format_version,
+        created_at=created if created is not None else created_at_ms,
+        model_id=identity.model_id,
+        config_fingerprint=identity.config_fingerprint,
+        tokenizer_hash=identity.tokenizer_hash,
+        ns=identity.ns,
+        codec_provider=prepared.provider_id,
+        tokens=tuple(unpack_tokens(prepared.tokens)),
+        caches=caches,
+        attachments=attachments,
+        generation_checkpoint=prepared.generation_checkpoint,
+    )
+
+
 class Packer:
     """Makes the blocks of a snapshot, by number, and then its header. pack() may be called from several threads."""
 
@@ -102,20 +130,9 @@ class Packer:
         self, digests: Sequence[bytes], *, block_hash: str | None, created_at_ms: int, ours: bool = True
     ) -> Header:
         """The v5 header over blocks with these digests, in order. `ours`: with what only our own readers know."""
-        prepared, identity = self.prepared, self.prepared.identity
-        caches, attachments = self._cut_entries(digests, ours)
-        return Header(
-            format_version=_VERSION,
-            created_at=prepared.created_at_ms if prepared.created_at_ms is not None else created_at_ms,
-            model_id=identity.model_id,
-            config_fingerprint=identity.config_fingerprint,
-            tokenizer_hash=identity.tokenizer_hash,
-            ns=identity.ns,
-            codec_provider=prepared.provider_id,
-            tokens=tuple(unpack_tokens(prepared.tokens)),
-            caches=caches,
-            attachments=attachments,
-            generation_checkpoint=prepared.generation_checkpoint,
+        plain = header_of(self.prepared, _VERSION, *self._cut_entries(digests, ours), created_at_ms=created_at_ms)
+        return msgspec.structs.replace(
+            plain,
             block_hash=block_hash,
             segments=self._groups(digests) if ours else None,
             made_with=_made_with() if ours else None,
