@@ -15,12 +15,14 @@ from .errors import (
     EntryGone,
     IdentityMismatch,
     InvalidInput,
+    NotPermitted,
     StoreBroken,
     StoreBusy,
     StoreFull,
     UnsupportedFormat,
 )
 from .identity import Identity, identity_of
+from .limits import Limits
 from .listing import Entry, Match, Stats
 from .meta import Attachment, Meta
 from .records import GenerationCheckpoint
@@ -73,9 +75,11 @@ __all__ = [
     "Identity",
     "IdentityMismatch",
     "InvalidInput",
+    "Limits",
     "Loaded",
     "Match",
     "Meta",
+    "NotPermitted",
     "Saved",
     "SavedFile",
     "Stats",

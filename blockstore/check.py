@@ -8,15 +8,16 @@ from typing import Any, Final
 
 import msgspec
 
-from . import entries, environment, full_mark, ledger, prefixes, probe
-from .environment import Transaction
+from . import entries, environment, full_mark, ledger, prefixes, probe, quotas
 from .errors import CacheMiss, StoreBroken, StoreBusy
 from .fs import FileSystem
 from .index import Index
-from .index_rows import split_digests, unpack_block, unpack_entry, unpack_lease
+from .index_rows import EntryRow, split_digests, unpack_block, unpack_entry, unpack_lease
 from .layout import Layout
 from .ledger import split_doomed
 from .rooms import Rooms
+from .stamp import SUFFIX
+from .transaction import Transaction
 
 Progress = Callable[[int, int], None]
 _SEVERITY: Final = ("damage", "drift", "leftover")
@@ -58,8 +59,8 @@ def check(layout: Layout, rooms: Rooms | None, *, deep: bool, progress: Progress
     verified: dict[bytes, str | None] = {}
     for number, (entry_id, row) in enumerate(rooms.index.entries()):
         progress(number, len(known))
-        problems += _check_entry(rooms, entry_id, row.scope, known.get(entry_id, []), deep, verified)
-    problems += [Problem("leftover", *_named(mark)) for mark in full_mark.survey(rooms)]
+        problems += _check_entry(rooms, entry_id, row.scope, known.get(entry_id), deep, verified)
+    problems += [Problem(_severity_of(mark), *_named(mark)) for mark in full_mark.survey(rooms)]
     problems += [
         Problem("leftover", "lease", lease_id, "its owner is dead")
         for lease_id in rooms.leases.ids()
@@ -84,6 +85,11 @@ def repair(layout: Layout, *, deep: bool, progress: Progress) -> Report:
         layout.fs.close(fd)
 
 
+def _severity_of(mark: full_mark.Mark) -> str:
+    """Where the index lacks a whole entry it is wrong; no crash leaves that behind."""
+    return "drift" if mark.why == full_mark.ADOPTED else "leftover"
+
+
 def _named(mark: full_mark.Mark) -> tuple[str, str, str]:
     return mark.what, mark.name, mark.why
 
@@ -95,9 +101,12 @@ def _entry_digests(rooms: Rooms) -> Iterator[tuple[str, list[bytes]]]:
 
 
 def _check_entry(
-    rooms: Rooms, entry_id: str, scope: str, digests: list[bytes], deep: bool, verified: dict[bytes, str | None]
+    rooms: Rooms, entry_id: str, scope: str, digests: list[bytes] | None, deep: bool, verified: dict[bytes, str | None]
 ) -> Iterator[Problem]:
-    """An entry's header and blocks; `verified` remembers what was found of each block."""
+    """An entry's header and blocks; `verified` remembers what was found of each block.
+
+    digests: what the index said a moment ago that it names; None of an entry that was saved since.
+    """
     try:
         implied = entries.examine(rooms, entry_id, scope)
     except CacheMiss as error:
@@ -105,9 +114,9 @@ def _check_entry(
             yield Problem("damage", "header", entry_id, error.message)
         return
     known = rooms.index.entry(entry_id)
-    if known is not None and msgspec.structs.replace(implied.row, pinned=known.pinned, used=known.used) != known:
+    if known is not None and _without_uses(implied.row) != _without_uses(known):
         yield Problem("drift", "entry", entry_id, "the index has other facts of it than its header")
-    if set(implied.sizes) != set(digests):
+    if digests is not None and set(implied.sizes) != set(digests):
         yield Problem("drift", "entry", entry_id, "the index names other blocks than its header")
     for digest, size in implied.sizes.items():
         if digest not in verified:
@@ -115,6 +124,11 @@ def _check_entry(
         fault = verified[digest]
         if fault is not None and rooms.index.entry(entry_id) is not None:
             yield Problem("damage", "block", digest.hex(), f"{fault}; entry {entry_id} needs it")
+
+
+def _without_uses(row: EntryRow) -> EntryRow:
+    """What follows from the header."""
+    return msgspec.structs.replace(row, pinned=False, used=0, used_at_ms=0)
 
 
 def _block_fault(rooms: Rooms, digest: bytes, size: int, deep: bool) -> str | None:
@@ -132,7 +146,7 @@ def _check_rows(rooms: Rooms) -> Iterator[Problem]:
     """References, the list of the dead and the total, all inside one view of the index."""
     with rooms.index.env.read() as txn:
         counted = _counted(txn)
-        total = _implied_total(rooms.index, txn)
+        recorded, total = ledger.number(txn, ledger.TOTAL), _implied_total(rooms.index, txn)
         for digest, value in txn.items("blocks"):
             row = unpack_block(value)
             wanted = counted.pop(digest, 0)
@@ -143,9 +157,17 @@ def _check_rows(rooms: Rooms) -> Iterator[Problem]:
         for digest in counted:
             yield Problem("drift", "block", digest.hex(), "it is referred to and has no row")
         yield from _check_tables(txn)
-    recorded = rooms.index.total_bytes()
-    if recorded != total and rooms.index.total_bytes() == recorded:
+        yield from _check_quotas(rooms.index, txn)
+    if recorded != total:
         yield Problem("drift", "total", "bytes", f"{recorded} recorded, {total} counted")
+
+
+def _check_quotas(index: Index, txn: Transaction) -> Iterator[Problem]:
+    """What is kept for models with a quota."""
+    for model_id in ledger.limits_of(txn).quotas:
+        total, counts = quotas.implied(txn, model_id, index.unit)
+        if quotas.recorded(txn, model_id) != (total, counts):
+            yield Problem("drift", "quota", model_id, f"what it holds is recorded wrongly; it is {total} bytes")
 
 
 def _check_tables(txn: Transaction) -> Iterator[Problem]:
@@ -194,29 +216,55 @@ class _Repair:
         self.repairs: list[str] = []
         self.problems: list[Problem] = []
         self.verified: dict[bytes, str | None] = {}
+        self._building = self.layout.index_folder + ".new"
 
     def run(self) -> Report:
         for name in ("blocks", "entries", "index", "leases", "quarantine"):
             self.fs.make_dir(os.path.join(self.layout.root, name))
         carried = probe.survey(self.layout.index_folder)
-        self._set_index_aside(sound=carried is not None)
-        env = environment.acquire(self.fs, self.layout.index_folder, durable=self.layout.durable)
+        count = self._build(carried or {})
+        self._put_in_place(sound=carried is not None)
+        return Report(count, len(self.verified), tuple(self.problems), tuple(self.repairs))
+
+    def _build(self, carried: Mapping[str, probe.Remembered]) -> int:
+        """Make the new index beside the old one, which stays as it is until that is whole; how many headers it saw."""
+        self._clear_building()
+        self.fs.make_dir(self._building)
+        env = environment.acquire(self.fs, self._building, durable=self.layout.durable)
         try:
             env.create()
             rooms = Rooms(self.layout, Index(env, self.fs.allocation_unit(self.layout.root)))
-            if self.layout.config.max_bytes is not None:
-                rooms.index.set_max_bytes(self.layout.config.max_bytes)
-            count = self._enter_all(rooms, carried or {})
+            rooms.index.set_limits(msgspec.structs.asdict(self.layout.config.limits))
+            count = self._enter_all(rooms, carried)
             self._clear_leases(rooms)
             for mark in full_mark.mark(rooms, lambda done, total: None):
                 self.repairs.append(f"{mark.what} {mark.name}: {mark.why}")
             rooms.finish_doomed(rooms.index.doomed())
         finally:
             environment.release(env)
-        return Report(count, len(self.verified), tuple(self.problems), tuple(self.repairs))
+        return count
+
+    def _put_in_place(self, *, sound: bool) -> None:
+        """Let the new index stand where the old one stood. A crash in between costs a walk, or the repair once more."""
+        folder, stamp = self.layout.index_folder, self.layout.index_folder + SUFFIX
+        self.fs.discard(stamp, self.layout.quarantine_folder)
+        self._set_index_aside(sound=sound)
+        self.fs.rename(os.path.join(self._building, environment.DATA_NAME), os.path.join(folder, environment.DATA_NAME))
+        self.fs.rename(self._building + SUFFIX, stamp)
+        self._clear_building()
+        if self.layout.durable:
+            self.fs.sync_dir(folder)
+            self.fs.sync_dir(self.layout.root)
+
+    def _clear_building(self) -> None:
+        """Take away what is left of a new index, of an earlier attempt too."""
+        for name in list(self.fs.names(self._building)):
+            self.fs.discard(os.path.join(self._building, name), self.layout.quarantine_folder)
+        self.fs.remove_dir(self._building)
+        self.fs.unlink(self._building + SUFFIX)
 
     def _set_index_aside(self, *, sound: bool) -> None:
-        """Make way for the new index. One that could be read has given all it had, so only a damaged one is kept."""
+        """One that could be read has given all it had, so only a damaged one is kept."""
         source = os.path.join(self.layout.index_folder, environment.DATA_NAME)
         if not self.fs.exists(source):
             self.repairs.append("index: it was gone; rebuilt from the headers")
@@ -227,7 +275,7 @@ class _Repair:
             self.fs.rename(source, self._quarantined("index.mdb"))
             self.repairs.append("index: rebuilt from the headers; the damaged one is in quarantine/")
 
-    def _enter_all(self, rooms: Rooms, carried: Mapping[str, tuple[int, bool]]) -> int:
+    def _enter_all(self, rooms: Rooms, carried: Mapping[str, probe.Remembered]) -> int:
         """Enter every whole header, the least recently used first, and quarantine the others; how many were seen."""
         found: list[tuple[tuple[int, int], str, entries.Implied]] = []
         standing = list(entries.files(rooms))
@@ -235,9 +283,9 @@ class _Repair:
             self.progress(number, len(standing))
             implied = self._examine(rooms, entry_id, scope)
             if implied is not None:
-                used, pinned = carried.get(entry_id, (0, False))
-                row = msgspec.structs.replace(implied.row, pinned=pinned)
-                found.append(((used, row.created_at_ms), entry_id, msgspec.structs.replace(implied, row=row)))
+                known = carried.get(entry_id, probe.Remembered())
+                row = msgspec.structs.replace(implied.row, pinned=known.pinned, used_at_ms=known.used_at_ms)
+                found.append(((known.used, row.created_at_ms), entry_id, msgspec.structs.replace(implied, row=row)))
         for _, entry_id, implied in sorted(found, key=lambda item: item[:2]):
             self._enter(rooms, entry_id, implied)
         return len(standing)

@@ -16,12 +16,15 @@ from . import cli_views as views
 from .cli_app import DryRun, Json, Root, app
 from .cli_exit import Code, MissingPackage, code_of, one_line, warn
 from .cli_ids import choose, is_id_like, resolve
+from .cli_limits import limits, pin
 from .cli_move import export_entries, import_files
 from .cli_run import Options, Run, options_before, running
 from .errors import BlockstoreError, EntryGone, InvalidInput, StoreBroken
 from .fs import FileSystem
 from .layout import Layout, open_layout
 from .listing import Entry
+from .space import Space
+from .space import space as space_of
 from .store import Store
 
 # What reads headers is imported by the commands that do: it is a good part of the time of those that do not.
@@ -135,7 +138,7 @@ def show(
         with run.open() as store:
             found = resolve(store.entries(), entry)
             path, header = report.read_entry(store.rooms, found.entry_id)
-            space = report.space(store.rooms, [found.entry_id])
+            space = space_of(store.rooms, [found.entry_id])
         _show(run, header, report.describe(header, path), found, space, tokens=tokens)
 
 
@@ -154,7 +157,7 @@ def _show(
     header: "Header",
     found: "report.Description",
     entry: Entry | None,
-    space: "report.Space | None",
+    space: Space | None,
     *,
     tokens: bool,
 ) -> None:
@@ -177,11 +180,9 @@ def rm(
     as_json: Json = False,
 ) -> None:
     """Remove entries. Their space comes back with the next gc."""
-    from . import report
-
     with running(context, root, as_json) as run, run.open() as store:
         chosen, failed = choose(store.entries(), entries)
-        space = report.space(store.rooms, chosen)
+        space = space_of(store.rooms, chosen)
         removed = list(chosen) if dry_run else [one for one in chosen if _remove(store, one, failed)]
         run.show(
             lambda: {
@@ -279,6 +280,8 @@ def _layout(run: Run) -> Layout:
     return found
 
 
+app.command()(pin)
+app.command()(limits)
 app.command("import")(import_files)
 app.command("export")(export_entries)
 

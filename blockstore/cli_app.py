@@ -17,6 +17,7 @@ Examples:
   blockstore show ./chat.mlxkv         any cache file, in a store or not
   blockstore rm 3f2a 91bc              remove entries ...
   blockstore gc                        ... and give their space back
+  blockstore limits --max-bytes 200G   what the store may take
   blockstore check --deep              read everything and compare
   blockstore import ~/old-caches       take cache files of any version in
   blockstore export 3f2a out/          write an entry as a file again

@@ -11,7 +11,7 @@ from typing import Any, Final, TextIO
 import typer
 
 from .cli_text import printable
-from .errors import BlockstoreError, CacheMiss, Cancelled, InvalidInput, StoreBroken, StoreBusy, StoreFull
+from .errors import BlockstoreError, CacheMiss, Cancelled, InvalidInput, NotPermitted, StoreBroken, StoreBusy, StoreFull
 from .fs import is_full
 
 
@@ -52,6 +52,7 @@ _KINDS: Final[tuple[tuple[type[BlockstoreError], Code], ...]] = (
     (StoreBroken, Code.BROKEN),
     (StoreFull, Code.FULL),
     (CacheMiss, Code.MISS),
+    (NotPermitted, Code.SYSTEM),
     (Cancelled, Code.INTERRUPTED),
 )
 

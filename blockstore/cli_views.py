@@ -16,8 +16,10 @@ if TYPE_CHECKING:
     from . import report
     from .check import Report
     from .collect import Plan
-    from .listing import Entry, Stats
+    from .limits import Limits
+    from .listing import Entry, ModelStats, Stats
     from .moving import Imported
+    from .space import Space
 
 # A table of blocks can be long; --json has all of it.
 _FIELD_LETTERS: Final = 60
@@ -37,6 +39,7 @@ def stats_json(stats: Stats) -> Any:
 def stats_lines(stats: Stats) -> list[str]:
     ratio = deduplication_ratio(stats)
     cap = f"{size(stats.max_bytes)}, {stats.physical_bytes / stats.max_bytes:.1%} used" if stats.max_bytes else "none"
+    free = f", at least {size(stats.min_free_bytes)} stay free" if stats.min_free_bytes else ""
     unfinished = [(stats.unfinished_saves, "save"), (stats.unfinished_removals, "removal")]
     return facts(
         [
@@ -48,11 +51,44 @@ def stats_lines(stats: Stats) -> list[str]:
             ("physical size", f"{size(stats.physical_bytes)} (the directory on the disk)"),
             ("deduplication", f"{ratio:.2f} logical bytes for each stored one" if ratio is not None else "-"),
             ("cap", cap),
-            ("free on disk", size(stats.free_bytes)),
+            ("free on disk", size(stats.free_bytes) + free),
+            *([("age limit", _days(stats.max_age_s))] if stats.max_age_s else []),
             ("block hash", printable(stats.block_hash)),
             ("span", count(stats.span, "token")),
             ("durability", printable(stats.durability)),
             *[("unfinished", count(number, what)) for number, what in unfinished if number],
+            *([("use", "for reading only")] if stats.read_only else []),
+            *[("model", _model_line(model)) for model in stats.models],
+        ]
+    )
+
+
+def _model_line(model: ModelStats) -> str:
+    quota = f", {size(model.held_bytes or 0)} of a quota of {size(model.quota_bytes)}" if model.quota_bytes else ""
+    return f"{name(model.model_id)}: {count(model.entries, 'entry', 'entries')}, {size(model.logical_bytes)}{quota}"
+
+
+def _days(seconds: int) -> str:
+    return f"{seconds / 86_400:g} days unused"
+
+
+# ---- limits
+
+
+def limits_json(limits: Limits) -> Any:
+    return msgspec.structs.asdict(limits)
+
+
+def limits_lines(limits: Limits) -> list[str]:
+    def bytes_or_none(value: int) -> str:
+        return size(value) if value else "none"
+
+    return facts(
+        [
+            ("cap", bytes_or_none(limits.max_bytes)),
+            ("left free on disk", bytes_or_none(limits.min_free_bytes)),
+            ("age limit", _days(limits.max_age_s) if limits.max_age_s else "none"),
+            *[(f"quota of {printable(model_id)}", size(quota)) for model_id, quota in sorted(limits.quotas.items())],
         ]
     )
 
@@ -93,7 +129,7 @@ def entries_lines(entries: Sequence[Entry], every_id: Iterable[str], now_ms: int
 # ---- show
 
 
-def description_json(found: report.Description, entry: Entry | None, space: report.Space | None) -> Any:
+def description_json(found: report.Description, entry: Entry | None, space: Space | None) -> Any:
     own = {
         "entry_id": entry.entry_id if entry else None,
         "pinned": entry.pinned if entry else None,
@@ -102,9 +138,7 @@ def description_json(found: report.Description, entry: Entry | None, space: repo
     return {**own, **msgspec.to_builtins(found)}
 
 
-def description_lines(
-    found: report.Description, entry: Entry | None, space: report.Space | None, now_ms: int
-) -> list[str]:
+def description_lines(found: report.Description, entry: Entry | None, space: Space | None, now_ms: int) -> list[str]:
     lines = facts([*_entry_facts(entry), *_header_facts(found, now_ms), *_space_facts(space)])
     if found.caches:
         lines += ["", *table(["LAYERS", "KIND", "OFFSET", "FIELDS", "TENSORS"], _cache_rows(found), right=["OFFSET"])]
@@ -161,7 +195,7 @@ def _shortening(found: report.Description) -> str:
     return f"to {found.minimum_reusable:,} tokens or more" if found.minimum_reusable else "to any length"
 
 
-def _space_facts(space: report.Space | None) -> list[tuple[str, str]]:
+def _space_facts(space: Space | None) -> list[tuple[str, str]]:
     if space is None:
         return []
     return [
@@ -286,7 +320,7 @@ def _verdict(found: Report, repaired: bool) -> str:
 # ---- rm
 
 
-def removal_lines(removed: Sequence[Entry], space: report.Space, *, dry_run: bool) -> list[str]:
+def removal_lines(removed: Sequence[Entry], space: Space, *, dry_run: bool) -> list[str]:
     did = "would remove" if dry_run else "removed"
     lines = [
         f"{did} {entry.entry_id}  {name(entry.model_id)}, {count(entry.token_count, 'token')}" for entry in removed

@@ -1,18 +1,20 @@
-"""Eviction and garbage collection: first a frozen plan of what would go and why, then the act.
+"""Garbage collection: first a frozen plan of what would go and why, then the act.
 
 The act does not trust the plan: each step is judged again inside the transaction that takes it.
 """
 
-import os
 from collections.abc import Callable
 from typing import Final
 
 import msgspec
 
-from .errors import StoreFull
+from .index import now_ms
+from .index_rows import EntryRow
 from .rooms import MARGINS, Deadline, Rooms
+from .space import theirs_alone
 
 Progress = Callable[[int, int], None]  # (done, total)
+_AGED: Final = "nobody used it for longer than the store's age limit"
 _NO_PROGRESS: Final[Progress] = lambda done, total: None  # noqa: E731  # a default argument
 
 
@@ -40,7 +42,8 @@ class Plan(msgspec.Struct, frozen=True):
 
 def plan(rooms: Rooms) -> Plan:
     """What gc() would take now; changes nothing."""
-    items = [Item("header", entry_id, "of a removed entry", 0) for entry_id, _ in rooms.index.doomed()]
+    items = _plan_aged(rooms)
+    items += [Item("header", entry_id, "of a removed entry", 0) for entry_id, _ in rooms.index.doomed()]
     dead_leases = [name for name in _lease_ids(rooms) if not rooms.leases.has_live_owner(name)]
     for lease_id in dead_leases:
         size = sum(rooms.fs.allocated(path) for path in rooms.leases.temporaries(lease_id))
@@ -51,18 +54,19 @@ def plan(rooms: Rooms) -> Plan:
 
 
 def gc(rooms: Rooms, *, full: bool = False, progress: Progress = _NO_PROGRESS) -> Plan:
-    """Finish removals, reap dead leases, delete blocks without references; `full` also marks from the headers.
+    """Remove what is too old, finish removals, reap dead leases, delete blocks without references.
 
-    Bounded steps, while others serve. The cost follows what is dead, but for `full`, which reads every header.
+    `full` also marks from the headers. Bounded steps, while others serve. The cost follows what is dead, but for
+    `full`, which reads every header.
     """
     rooms.index.flush()
-    items = _finish_doomed(rooms) + _reap_leases(rooms)
+    items = _remove_aged(rooms) + finish_doomed(rooms) + reap_leases(rooms)
     if full:
         from . import full_mark  # reads headers, which the common collection does not
 
         items += [Item(*found) for found in full_mark.mark(rooms, progress)]
-        items += _finish_doomed(rooms)
-    return Plan(tuple(items + _delete_dead(rooms, progress)))
+        items += finish_doomed(rooms)
+    return Plan(tuple(items + delete_dead(rooms, progress)))
 
 
 def full_plan(rooms: Rooms) -> Plan:
@@ -73,65 +77,28 @@ def full_plan(rooms: Rooms) -> Plan:
     return Plan(plan(rooms).items + tuple(found))
 
 
-def check_can_fit(rooms: Rooms, own_bytes: int) -> None:
-    """Raise StoreFull where no eviction would make room for that many bytes; before they are all written."""
-    cap = rooms.index.max_bytes()
-    if cap is not None and _fixed_bytes(rooms) + own_bytes > cap:
-        raise _full(rooms, cap, own_bytes)
-
-
-def make_room(rooms: Rooms, own_bytes: int, header_bytes: int) -> None:
-    """Evict the least recently used entries until a save fits the store's cap. Raises StoreFull.
-
-    own_bytes: of its blocks, on the disk. It has reserved them: they are counted, and go with nobody who is evicted.
-    """
-    cap = rooms.index.max_bytes()
-    if cap is None:
-        return
-    needed = rooms.index.on_disk(header_bytes)
-    if used_bytes(rooms) + needed <= cap:
-        return
-    # What no eviction would make fit must not cost everybody else's entries.
-    if _fixed_bytes(rooms) + own_bytes + needed > cap:
-        raise _full(rooms, cap, needed)
-    rooms.index.flush()  # the uses say who goes
-    # What dead savers and unfinished removals hold goes before anything that lives.
-    _finish_doomed(rooms)
-    _reap_leases(rooms)
-    _delete_dead(rooms, _NO_PROGRESS)
-    while used_bytes(rooms) + needed > cap:
-        oldest = rooms.index.oldest()
-        if oldest is None:
-            raise _full(rooms, cap, needed)
-        evict(rooms, oldest)
-
-
 def evict(rooms: Rooms, entry_id: str) -> None:
     """Remove an entry and delete what only it referred to."""
     rooms.index.doom(entry_id)
-    _finish_doomed(rooms)
-    _delete_dead(rooms, _NO_PROGRESS)
+    finish_doomed(rooms)
+    delete_dead(rooms)
 
 
-def used_bytes(rooms: Rooms) -> int:
-    """Bytes of the whole directory as the index counts them: blocks, headers, the index itself, quarantine."""
-    return rooms.index.total_bytes() + _fixed_bytes(rooms)
+def _plan_aged(rooms: Rooms) -> list[Item]:
+    aged = _aged(rooms)
+    items = [Item("entry", entry_id, _AGED, rooms.index.on_disk(row.header_bytes)) for entry_id, row in aged]
+    named = theirs_alone(rooms, [entry_id for entry_id, _ in aged])
+    return items + [Item("block", digest.hex(), "of such entries alone", size) for digest, size in named]
 
 
-def _fixed_bytes(rooms: Rooms) -> int:
-    """Bytes that no eviction gives back: the index, quarantine."""
-    fs, folder = rooms.fs, rooms.layout.quarantine_folder
-    moved = sum(fs.allocated(os.path.join(folder, name)) for name in fs.names(folder))
-    return rooms.index.env.used_bytes() + moved
+def _remove_aged(rooms: Rooms) -> list[Item]:
+    """The entries alone: headers and blocks go with all others that nothing needs any more."""
+    return [Item("entry", entry_id, _AGED, 0) for entry_id, _ in _aged(rooms) if rooms.index.doom(entry_id)]
 
 
-def _full(rooms: Rooms, cap: int, needed: int) -> StoreFull:
-    return StoreFull(
-        "the store's cap leaves no room for the entry",
-        path=rooms.layout.root,
-        expected=f"at most {cap} bytes",
-        found=f"{used_bytes(rooms)} bytes, and {needed} more wanted",
-    )
+def _aged(rooms: Rooms) -> list[tuple[str, EntryRow]]:
+    limit_s = rooms.index.limits().max_age_s
+    return rooms.index.unused_since(now_ms() - 1000 * limit_s) if limit_s else []
 
 
 def _lease_ids(rooms: Rooms) -> list[str]:
@@ -139,7 +106,7 @@ def _lease_ids(rooms: Rooms) -> list[str]:
     return sorted({*rooms.leases.ids(), *rooms.index.leases()})
 
 
-def _finish_doomed(rooms: Rooms) -> list[Item]:
+def finish_doomed(rooms: Rooms) -> list[Item]:
     doomed = rooms.index.doomed()
     sizes = [rooms.fs.allocated(rooms.layout.header_path(scope, entry_id)) for entry_id, scope in doomed]
     rooms.finish_doomed(doomed)
@@ -148,7 +115,7 @@ def _finish_doomed(rooms: Rooms) -> list[Item]:
     ]
 
 
-def _reap_leases(rooms: Rooms) -> list[Item]:
+def reap_leases(rooms: Rooms) -> list[Item]:
     items = []
     for lease_id in _lease_ids(rooms):
         claimed = rooms.leases.claim_dead(lease_id)
@@ -163,13 +130,15 @@ def _reap_leases(rooms: Rooms) -> list[Item]:
     return items
 
 
-def _delete_dead(rooms: Rooms, progress: Progress) -> list[Item]:
+def delete_dead(rooms: Rooms, progress: Progress = _NO_PROGRESS) -> list[Item]:
+    """Delete what nothing refers to; about as much as there is now, however much others add meanwhile."""
     items: list[Item] = []
     total = rooms.index.counts()["dead"]
-    while True:
+    while len(items) < total:
         gone = rooms.index.collect(MARGINS.collect_batch, rooms.blocks.unlink, Deadline(MARGINS.collect_batch_s))
         if not gone:
-            return items
+            break
         for digest, size in gone:
             items.append(Item("block", digest.hex(), "nothing refers to it", rooms.index.on_disk(size)))
         progress(len(items), max(total, len(items)))
+    return items

@@ -6,7 +6,6 @@ The headers are the truth; this is the one place that says what the index must h
 import os
 from collections.abc import Iterator, Sequence
 from hashlib import sha256
-from typing import Final
 
 import msgspec
 
@@ -14,16 +13,13 @@ from kvcodecs import geometry
 from kvcodecs.entry import HeaderEntry, leaves
 
 from .errors import CorruptEntry, EntryGone
-from .fs import NotRegular
-from .header import decode_header
+from .header_files import read_header
 from .index_rows import EntryRow
 from .layout import HEADER_SUFFIX
 from .leases import is_id
-from .prefixes import pack_tokens
+from .prefixes import MAX_TOKEN, pack_tokens
 from .records import Header, blocks_of, scope_of, slots_of
 from .rooms import Rooms
-
-_LIMIT_BYTES: Final = (32 << 20) + 4096
 
 
 class Implied(msgspec.Struct, frozen=True):
@@ -38,7 +34,7 @@ def files(rooms: Rooms) -> Iterator[tuple[str, str]]:
     """(entry id, scope) of every file under entries/ that has the name of a header."""
     folder = rooms.layout.entries_folder
     for scope in rooms.fs.names(folder):
-        if is_id(scope):
+        if is_id(scope) and rooms.fs.is_directory(os.path.join(folder, scope)):
             for name in rooms.fs.names(os.path.join(folder, scope)):
                 stem = name.removesuffix(HEADER_SUFFIX)
                 if stem != name and is_id(stem):
@@ -49,15 +45,14 @@ def read(rooms: Rooms, entry_id: str, scope: str) -> Header:
     """The header of an entry, checked to belong where it stands. Raises CorruptEntry, UnsupportedFormat, OSError."""
     path = rooms.layout.header_path(scope, entry_id)
     try:
-        data = rooms.fs.read_file(path, _LIMIT_BYTES)
-    except FileNotFoundError:
+        header = read_header(rooms.fs, path)
+    except (FileNotFoundError, NotADirectoryError):
         raise CorruptEntry("the header is missing", path=path, entry_id=entry_id) from None
-    except NotRegular:
-        raise CorruptEntry("something other than a file stands in the header's place", path=path) from None
-    header = decode_header(data, path=path)
     found = header_scope(header)
     if found != scope:
         raise CorruptEntry("the header is of another identity", path=path, expected=scope, found=found)
+    if max(header.tokens, default=0) > MAX_TOKEN:
+        raise CorruptEntry("a token that no store takes", path=path, field="tokens", expected=f"at most {MAX_TOKEN}")
     hash_name = header.block_hash or "sha256"
     if hash_name != rooms.blocks.hash_name:
         raise CorruptEntry("blocks of another hash", path=path, expected=rooms.blocks.hash_name, found=hash_name)
@@ -71,6 +66,11 @@ def read_known(rooms: Rooms, entry_id: str, row: EntryRow) -> Header:
         path = rooms.layout.header_path(row.scope, entry_id)
         raise CorruptEntry("the header is another entry's", path=path, entry_id=entry_id)
     return header
+
+
+def is_row_sound(rooms: Rooms, entry_id: str, row: EntryRow) -> bool:
+    """Whether what the index has of an entry agrees with itself; where it does not, no header is to blame."""
+    return equal_key(row.scope, rooms.index.tokens(entry_id)) == row.equal
 
 
 def read_standing(rooms: Rooms, entry_id: str) -> Header:
@@ -88,7 +88,7 @@ def examine(rooms: Rooms, entry_id: str, scope: str) -> Implied:
     return Implied(implied_row(header, size), pack_tokens(header.tokens), block_sizes(header))
 
 
-def implied_row(header: Header, header_bytes: int, *, pinned: bool = False) -> EntryRow:
+def implied_row(header: Header, header_bytes: int, *, pinned: bool = False, used_at_ms: int = 0) -> EntryRow:
     scope = header_scope(header)
     return EntryRow(
         scope=scope,
@@ -103,6 +103,7 @@ def implied_row(header: Header, header_bytes: int, *, pinned: bool = False) -> E
         model_id=header.model_id,
         ns=header.ns,
         pinned=pinned,
+        used_at_ms=used_at_ms,
     )
 
 

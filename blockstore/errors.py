@@ -71,6 +71,13 @@ class InvalidInput(BlockstoreError, ValueError):
     code = "invalid-input"
 
 
+class NotPermitted(BlockstoreError, PermissionError):
+    """The store is there to be read only, or this process may not do what was asked. Nothing was changed."""
+
+    code = "not-permitted"
+    default_hint = "Ask the owner of the directory for the right to write there."
+
+
 class StoreFull(BlockstoreError):
     """No room: the disk, the store's cap, or the index's address space. Nothing was committed."""
 

@@ -5,6 +5,7 @@ records, one that fails at the k-th call, one that forgets what was never synced
 decided here, by capability: a stronger fsync where the kernel offers one, the name under which locks are taken.
 """
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -68,12 +69,20 @@ class FileSystem:
         """The size of a regular file, or None where none stands there."""
         try:
             status = os.lstat(path)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return None
         return status.st_size if stat.S_ISREG(status.st_mode) else None
 
     def size(self, fd: int) -> int:
         return os.fstat(fd).st_size
+
+    def modified_ns(self, fd: int, path: str) -> int | None:
+        """When the bytes of an open file were changed last, in nanoseconds; None where `path` names it no longer."""
+        status = os.fstat(fd)
+        try:
+            return status.st_mtime_ns if os.path.samestat(status, os.lstat(path)) else None
+        except FileNotFoundError:
+            return None
 
     def extend(self, path: str, size: int) -> None:
         """Let a file reach to `size` bytes; what is new reads as zeros. Never shortens."""
@@ -107,6 +116,13 @@ class FileSystem:
         except OSError:
             return None
         return next((line[line.index("-") + 1] for line in lines if line[2] == wanted and "-" in line), None)
+
+    def is_directory(self, path: str) -> bool | None:
+        """Whether a directory itself, no link to one, stands there; None where nothing does."""
+        try:
+            return stat.S_ISDIR(os.lstat(path).st_mode)
+        except FileNotFoundError:
+            return None
 
     def exists(self, path: str) -> bool:
         return os.path.lexists(path)
@@ -202,6 +218,16 @@ class FileSystem:
             return False
         return True
 
+    def make_own_dir(self, path: str, aside: str) -> bool:
+        """make_dir(), but what stands under the name and is no directory, a link to one say, is moved to `aside`."""
+        if self.make_dir(path):
+            return True
+        if self.is_directory(path):
+            return False
+        with contextlib.suppress(FileNotFoundError):  # somebody else moved it, or it was a directory that has gone
+            self.set_aside(path, aside)
+        return self.make_dir(path)
+
     def remove_dir(self, path: str) -> None:
         """Remove an empty directory; one that is gone or not empty is left alone."""
         try:
@@ -221,8 +247,20 @@ class FileSystem:
                 yield entry.name
 
     def open_lock(self, path: str) -> int:
-        """Open a lock file, creating it. Locks belong to the descriptor, so the process's death frees them."""
-        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, FILE_MODE)
+        """Open a lock file, creating it; one that may not be written is opened for reading, which locks as well.
+
+        Locks belong to the descriptor, so the process's death frees them.
+        """
+        try:
+            return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, FILE_MODE)
+        except OSError as error:
+            if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS) or not os.path.exists(path):
+                raise
+            return os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+
+    def is_writable(self, path: str) -> bool:
+        """Whether this process may create names in a directory, or write to a file."""
+        return os.access(path, os.W_OK)
 
     def try_lock(self, fd: int, *, exclusive: bool) -> bool:
         try:

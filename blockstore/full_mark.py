@@ -8,12 +8,13 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from . import entries
-from .environment import Transaction
 from .errors import CacheMiss
 from .index_rows import unpack_entry
 from .ledger import Ledger
 from .rooms import Rooms
+from .transaction import Transaction
 
+ADOPTED = "adopted: its header and blocks are whole"
 _ORPHAN = "no row knows it"
 
 
@@ -92,7 +93,7 @@ def _judge_stray(rooms: Rooms, txn: Transaction, entry_id: str, scope: str) -> V
             lambda books: books.doom_stray(entry_id, scope, stray.row.header_bytes),
         )
     return Verdict(
-        Mark("entry", entry_id, "adopted: its header and blocks are whole", 0),
+        Mark("entry", entry_id, ADOPTED, 0),
         lambda books: books.adopt(entry_id, stray.row, stray.tokens, stray.sizes),
     )
 

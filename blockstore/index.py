@@ -4,15 +4,19 @@ What the index says of an entry follows from the entry's header; what it says of
 the row is PRESENT and referred to, and after a look at the file.
 """
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import msgspec
 
-from . import ledger, prefixes
+from . import ledger, prefixes, quotas
 from .environment import Environment
-from .index_rows import ABSENT, PRESENT, WRITING, EntryRow, split_digests, unpack_entry
-from .ledger import CAP, COUNT, TOTAL, Ledger, key_of
+from .errors import NotPermitted
+from .index_rows import ABSENT, PRESENT, WRITING, EntryRow, on_disk, split_digests, unpack_entry
+from .ledger import COUNT, TOTAL, Ledger, key_of
+from .limits import Limits
 
 
 class Published(msgspec.Struct, frozen=True):
@@ -25,16 +29,19 @@ class Published(msgspec.Struct, frozen=True):
 class Index:
     """Domain transactions over one Environment. Entry and lease ids are 32 hex digits, digests 32 bytes."""
 
-    def __init__(self, env: Environment, allocation_unit: int) -> None:
+    def __init__(self, env: Environment, allocation_unit: int, *, read_only: bool = False) -> None:
         self.env = env
-        self._unit = allocation_unit
-        self._touched: dict[str, None] = {}
+        self.read_only = read_only
+        self.unit = allocation_unit
+        self._touched: dict[str, int] = {}
 
     @contextmanager
     def write(self) -> Iterator[Ledger]:
         """One write transaction; an exception inside undoes all of it."""
+        if self.read_only:
+            raise NotPermitted("the store is open for reading only", path=self.env.directory)
         with self.env.write() as txn:
-            yield Ledger(txn, self._unit)
+            yield Ledger(txn, self.unit)
 
     # ---- saving
 
@@ -92,9 +99,11 @@ class Index:
         return key.hex() if key is not None else None
 
     def touch(self, entry_id: str) -> None:
-        """Remember a use; it reaches the index with the next publish (or flush)."""
+        """Remember a use; it reaches the index with the next publish (or flush), where it may be written at all."""
+        if self.read_only:
+            return
         self._touched.pop(entry_id, None)  # used again: to the end of the order
-        self._touched[entry_id] = None
+        self._touched[entry_id] = now_ms()
 
     def flush(self) -> None:
         if self._touched:
@@ -181,14 +190,33 @@ class Index:
                     found.append((key[COUNT.size :].hex(), unpack_entry(value)))
             return found
 
-    def oldest(self) -> str | None:
-        """The entry that was used the longest ago and is not pinned."""
+    def oldest(self, model_id: str | None = None, *, but: str | None = None) -> str | None:
+        """The entry, of that model or of any, that was used the longest ago and is not pinned, nor `but`."""
+        with self.env.read() as txn:
+            for key, _ in txn.items("uses"):
+                entry_id = key[COUNT.size :].hex()
+                value = txn.get("entries", key[COUNT.size :])
+                row = unpack_entry(value) if value is not None and entry_id != but else None
+                if row is not None and not row.pinned and model_id in (None, row.model_id):
+                    return entry_id
+        return None
+
+    def unused_since(self, latest_ms: int) -> list[tuple[str, EntryRow]]:
+        """Entries, not pinned, last used before `latest_ms`, the least recently used first.
+
+        The order of uses is followed until the first that is younger, whatever clocks said meanwhile.
+        """
+        found = []
         with self.env.read() as txn:
             for key, _ in txn.items("uses"):
                 value = txn.get("entries", key[COUNT.size :])
-                if value is not None and not unpack_entry(value).pinned:
-                    return key[COUNT.size :].hex()
-        return None
+                row = unpack_entry(value) if value is not None else None
+                if row is None or row.pinned:
+                    continue
+                if row.last_used_ms >= latest_ms:
+                    break
+                found.append((key[COUNT.size :].hex(), row))
+        return found
 
     def pin(self, entry_id: str, *, pinned: bool) -> bool:
         with self.write() as books:
@@ -197,6 +225,11 @@ class Index:
     def digests(self, entry_id: str) -> list[bytes]:
         with self.env.read() as txn:
             return split_digests(txn.get("digests", key_of(entry_id)) or b"")
+
+    def tokens(self, entry_id: str) -> bytes:
+        """The tokens of an entry, packed; none where there is no such entry."""
+        with self.env.read() as txn:
+            return txn.get("tokens", key_of(entry_id)) or b""
 
     def total_bytes(self) -> int:
         """Bytes on the disk of all blocks and headers, each rounded up to the allocation unit."""
@@ -207,22 +240,36 @@ class Index:
         with self.env.read() as txn:
             return {name: txn.count(name) for name in ("entries", "blocks", "dead", "leases", "doomed")}
 
-    def max_bytes(self) -> int | None:
+    def limits(self) -> Limits:
         with self.env.read() as txn:
-            return ledger.number(txn, CAP) or None
+            return ledger.limits_of(txn)
 
-    def set_max_bytes(self, max_bytes: int) -> None:
+    def set_limits(self, changes: Mapping[str, Any], keep: Callable[[Limits], object] = lambda limits: None) -> Limits:
+        """Change those limits that are not None; `keep` is called with all of them before the change stands."""
         with self.write() as books:
-            books.set_max_bytes(max_bytes)
+            limits = ledger.limits_of(books.txn).changed(changes)
+            books.set_limits(limits)
+            keep(limits)
+        return limits
+
+    def held_bytes(self, model_id: str) -> int:
+        """What a model with a quota takes on the disk."""
+        with self.env.read() as txn:
+            return quotas.held_bytes(txn, model_id)
 
     def on_disk(self, size: int) -> int:
         """`size` rounded up to the file system's allocation unit."""
-        return ledger.on_disk(size, self._unit)
+        return on_disk(size, self.unit)
 
     def _flush_into(self, books: Ledger) -> None:
         touched, self._touched = self._touched, {}
-        for entry_id in touched:
-            books.use(entry_id)
+        for entry_id, at_ms in touched.items():
+            books.use(entry_id, at_ms)
+
+
+def now_ms() -> int:
+    """The clock's milliseconds since 1970."""
+    return time.time_ns() // 1_000_000
 
 
 def _is_same(now: EntryRow, seen: EntryRow) -> bool:

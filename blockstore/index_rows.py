@@ -39,7 +39,8 @@ class EntryRow(msgspec.Struct, frozen=True):
     """What the index knows of a committed entry, so that no listing and no search opens a header.
 
     `equal` names the identity and tokens (two entries never share it); `used` is the use counter's value at the last
-    use; bytes are logical (all tensors) and those of the header file.
+    use, which eviction goes by; `used_at_ms` the clock's, for the age limit alone; bytes are logical (all tensors) and
+    those of the header file.
     """
 
     scope: str
@@ -55,6 +56,12 @@ class EntryRow(msgspec.Struct, frozen=True):
     ns: str | None = None
     pinned: bool = False
     used: int = 0
+    used_at_ms: int = 0
+
+    @property
+    def last_used_ms(self) -> int:
+        """By the clock; a rebuilt index knows no later use than the entry's creation."""
+        return self.used_at_ms or self.created_at_ms
 
 
 class LeaseRow(msgspec.Struct, frozen=True):
@@ -89,6 +96,11 @@ def unpack_lease(value: bytes) -> LeaseRow:
 
 def _broken(error: Exception) -> StoreBroken:
     return StoreBroken(f"a row of the index cannot be read: {error}")
+
+
+def on_disk(size: int, allocation_unit: int) -> int:
+    """`size` rounded up to the file system's allocation unit."""
+    return -(-size // allocation_unit) * allocation_unit
 
 
 def split_digests(joined: bytes) -> list[bytes]:

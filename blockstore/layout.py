@@ -14,6 +14,8 @@ from .environment import DATA_NAME
 from .errors import InvalidInput, StoreBroken, UnsupportedFormat
 from .fs import FileSystem
 from .leases import Leases
+from .limits import Limits
+from .stamp import NAME as STAMP_NAME
 
 FORMAT: Final = 1
 CONFIG_NAME: Final = "store.json"
@@ -34,7 +36,7 @@ Durability = Literal["full", "none"]
 class StoreConfig(msgspec.Struct, frozen=True, rename="camel"):
     """What a store is for good, as store.json says it. `span` in tokens, `block_bytes` the size that blocks aim at.
 
-    `max_bytes` alone may change: the index has the value in force, this one serves a rebuild of the index.
+    The limits alone may change: the index has those in force, these serve a rebuild of the index.
     """
 
     format: int
@@ -42,7 +44,7 @@ class StoreConfig(msgspec.Struct, frozen=True, rename="camel"):
     span: int
     block_bytes: int
     durability: Durability
-    max_bytes: int | None = None
+    limits: Limits = Limits()
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,10 @@ class Layout:
         return os.path.join(self.root, LOCK_NAME)
 
     @property
+    def small_files(self) -> list[str]:
+        return [os.path.join(self.root, name) for name in (CONFIG_NAME, LOCK_NAME, TAG_NAME, STAMP_NAME)]
+
+    @property
     def durable(self) -> bool:
         return self.config.durability == "full"
 
@@ -87,7 +93,7 @@ class Layout:
 
 def check_free(fs: FileSystem, root: str) -> None:
     """Raise unless a new store may be made in the directory `root`: empty, or left by a creation that was cut short."""
-    ours = {*_FOLDERS, LOCK_NAME, TAG_NAME, CONFIG_NAME}
+    ours = {*_FOLDERS, LOCK_NAME, TAG_NAME, CONFIG_NAME, STAMP_NAME}
     strangers = sorted(name for name in set(fs.names(root)) - ours if not name.startswith("."))
     if strangers:
         raise InvalidInput(
@@ -178,5 +184,15 @@ def check_config(config: StoreConfig, path: str) -> None:
 
 
 def open_layout(fs: FileSystem, root: str) -> Layout | None:
+    """The store at `root`, or None. Raises StoreBroken where one of its directories is a link to somewhere else."""
     config = read_config(fs, root)
-    return Layout(root, config, fs) if config is not None else None
+    if config is None:
+        return None
+    for name in _FOLDERS:
+        path = os.path.join(root, name)
+        if fs.is_directory(path) is False:
+            raise StoreBroken(
+                "something other than a directory stands in a directory's place", path=path,
+                hint="What a store holds stays inside it: link its root, or mount a file system, instead.",
+            )  # fmt: skip
+    return Layout(root, config, fs)

@@ -4,12 +4,13 @@ leases/<id>/lock is kernel-locked by the live owner; the folder holds the owner'
 entry's id: it is drawn once, never reused and never derived from contents.
 """
 
+import contextlib
 import os
 import secrets
 import weakref
 from collections.abc import Iterator
 
-from .fs import FileSystem
+from .fs import FileSystem, NotRegular
 
 ID_HEX_DIGITS = 32
 _LOCK = "lock"
@@ -69,23 +70,31 @@ class Leases:
                     return lease
 
     def ids(self) -> list[str]:
-        return [name for name in self._fs.names(self.directory) if is_id(name)]
+        """The leases there are. A link to a folder elsewhere is none, whatever its name."""
+        names = filter(is_id, self._fs.names(self.directory))
+        return [name for name in names if self._fs.is_directory(os.path.join(self.directory, name))]
 
     def claim_dead(self, lease_id: str) -> Lease | None:
         """The folder of a dead owner, locked by the caller; None while the owner lives. Releasing removes it.
 
-        A folder that is gone is made again for the while, so that a row without a folder can be reaped, too.
+        A folder that is gone is made again for the while, so that a row without a folder can be reaped, too. What is no
+        lock in the lock's place is moved aside: nobody can hold it.
         """
         folder = os.path.join(self.directory, lease_id)
-        self._fs.make_dir(folder)
+        self._fs.make_own_dir(folder, self._aside)
+        lock = os.path.join(folder, _LOCK)
+        if self._fs.exists(lock) and self._fs.size_of(lock) is None:
+            with contextlib.suppress(FileNotFoundError):
+                self._fs.set_aside(lock, self._aside)
         return self._lock(folder)
 
     def has_live_owner(self, lease_id: str) -> bool:
         """True where the lease's lock is held at this moment. A look only; claim_dead decides."""
         path = os.path.join(self.directory, lease_id, _LOCK)
-        if not self._fs.exists(path):
+        try:
+            fd = self._fs.open_read(path)  # creates nothing: the owner may be removing the folder right now
+        except (FileNotFoundError, NotADirectoryError, NotRegular):
             return False
-        fd = self._fs.open_lock(path)
         try:
             return not self._fs.try_lock(fd, exclusive=True)
         finally:
@@ -93,6 +102,8 @@ class Leases:
 
     def temporaries(self, lease_id: str) -> Iterator[str]:
         folder = os.path.join(self.directory, lease_id)
+        if not self._fs.is_directory(folder):
+            return
         for name in self._fs.names(folder):
             yield os.path.join(folder, name)
 

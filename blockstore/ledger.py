@@ -10,8 +10,7 @@ from typing import Final
 
 import msgspec
 
-from . import prefixes
-from .environment import Transaction
+from . import limits, prefixes, quotas
 from .errors import StoreBroken
 from .index_rows import (
     PRESENT,
@@ -19,17 +18,19 @@ from .index_rows import (
     BlockRow,
     EntryRow,
     LeaseRow,
+    on_disk,
     pack,
     split_digests,
     unpack_block,
     unpack_entry,
     unpack_lease,
 )
+from .transaction import Transaction
 
 COUNT: Final = struct.Struct(">Q")
 TOTAL: Final = b"total"
 USES: Final = b"uses"
-CAP: Final = b"max_bytes"
+LIMITS: Final = b"limits"
 _SCOPE_DIGITS: Final = 32
 
 
@@ -131,7 +132,9 @@ class Ledger:
         key = key_of(entry_id)
         for chain_key, _ in prefixes.rows(entry, key, self.txn.get("tokens", key) or b""):
             self.txn.delete("chains", chain_key)
-        self._unrefer(self.txn.get("digests", key) or b"")
+        digests = self.txn.get("digests", key) or b""
+        quotas.discharge(self.txn, entry, digests, self._unit)
+        self._unrefer(digests)
         for table in ("entries", "digests", "tokens"):
             self.txn.delete(table, key)
         if self.txn.get("equal", entry.equal) == key:
@@ -164,12 +167,12 @@ class Ledger:
             self.txn.put("entries", key_of(entry_id), pack(msgspec.structs.replace(entry, pinned=pinned)))
         return entry is not None
 
-    def use(self, entry_id: str) -> None:
+    def use(self, entry_id: str, at_ms: int) -> None:
         """Make an entry the most recently used; one that is gone is passed over."""
         entry = self.entry(entry_id)
         if entry is not None:
             self.txn.delete("uses", COUNT.pack(entry.used) + key_of(entry_id))
-            self._put_used(entry_id, entry)
+            self._put_used(entry_id, msgspec.structs.replace(entry, used_at_ms=at_ms))
 
     def _add_entry(self, entry_id: str, entry: EntryRow, tokens: bytes, digests: bytes) -> None:
         key = key_of(entry_id)
@@ -179,6 +182,7 @@ class Ledger:
         for chain_key, value in prefixes.rows(entry, key, tokens):
             self.txn.put("chains", chain_key, value)
         self.grow(on_disk(entry.header_bytes, self._unit))
+        quotas.charge(self.txn, entry, digests, self._unit)
         self._put_used(entry_id, entry)
 
     def _put_used(self, entry_id: str, entry: EntryRow) -> None:
@@ -193,8 +197,12 @@ class Ledger:
         """Move the running total."""
         self.txn.put("meta", TOTAL, COUNT.pack(max(number(self.txn, TOTAL) + change, 0)))
 
-    def set_max_bytes(self, max_bytes: int) -> None:
-        self.txn.put("meta", CAP, COUNT.pack(max_bytes))
+    def set_limits(self, wanted: limits.Limits) -> None:
+        for model_id in limits_of(self.txn).quotas.keys() - wanted.quotas.keys():
+            quotas.end(self.txn, model_id)
+        for model_id in wanted.quotas:
+            quotas.begin(self.txn, model_id, self._unit)
+        self.txn.put("meta", LIMITS, limits.pack(wanted))
 
 
 # ---- looks that need no write transaction
@@ -222,6 +230,13 @@ def need_block(txn: Transaction, digest: bytes) -> BlockRow:
     return row
 
 
+def limits_of(txn: Transaction) -> limits.Limits:
+    try:
+        return limits.unpack(txn.get("meta", LIMITS))
+    except msgspec.DecodeError as error:
+        raise StoreBroken(f"the limits in the index cannot be read: {error}") from error
+
+
 def number(txn: Transaction, key: bytes) -> int:
     value = txn.get("meta", key)
     return int(COUNT.unpack(value)[0]) if value is not None else 0
@@ -235,11 +250,6 @@ def dead(txn: Transaction, limit: int | None) -> list[tuple[bytes, int]]:
         if limit is not None and len(found) >= limit:
             break
     return found
-
-
-def on_disk(size: int, allocation_unit: int) -> int:
-    """`size` rounded up to the file system's allocation unit."""
-    return -(-size // allocation_unit) * allocation_unit
 
 
 def _doomed(scope: str, header_bytes: int) -> bytes:

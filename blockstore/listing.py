@@ -2,7 +2,9 @@
 
 import msgspec
 
+from .index import Index
 from .index_rows import EntryRow
+from .limits import Limits
 from .rooms import Rooms
 
 
@@ -22,7 +24,7 @@ class Match(msgspec.Struct, frozen=True):
 
 
 class Entry(msgspec.Struct, frozen=True):
-    """A committed entry as listings show it."""
+    """A committed entry as listings show it. `used_at_ms`: the last time that it was saved or loaded, by the clock."""
 
     entry_id: str
     scope: str
@@ -36,12 +38,24 @@ class Entry(msgspec.Struct, frozen=True):
     minimum_reusable: int
     kinds: str
     pinned: bool
+    used_at_ms: int
+
+
+class ModelStats(msgspec.Struct, frozen=True):
+    """The entries of one model. With a quota, held_bytes is what counts against it: its headers and blocks."""
+
+    model_id: str | None
+    entries: int
+    tokens: int
+    logical_bytes: int
+    quota_bytes: int | None
+    held_bytes: int | None
 
 
 class Stats(msgspec.Struct, frozen=True):
     """Numbers of a store. logical_bytes: the tensors of all entries; physical_bytes: the whole directory, as du has it.
 
-    block_bytes counts blocks and headers by the index, each rounded up to the allocation unit.
+    block_bytes counts blocks and headers by the index, each rounded up to the allocation unit. Limits of 0 are none.
     """
 
     root: str
@@ -59,16 +73,21 @@ class Stats(msgspec.Struct, frozen=True):
     block_hash: str
     span: int
     durability: str
+    min_free_bytes: int
+    max_age_s: int
+    models: tuple[ModelStats, ...]
+    read_only: bool
 
 
 def entry_of(entry_id: str, row: EntryRow) -> Entry:
-    names = [name for name in Entry.__struct_fields__ if name != "entry_id"]
-    return Entry(entry_id, **{name: getattr(row, name) for name in names})
+    names = [name for name in Entry.__struct_fields__ if name not in ("entry_id", "used_at_ms")]
+    facts = {name: getattr(row, name) for name in names}
+    return Entry(entry_id, used_at_ms=row.last_used_ms, **facts)
 
 
 def stats_of(rooms: Rooms) -> Stats:
     index, layout = rooms.index, rooms.layout
-    rows, counts = index.entries(), index.counts()
+    rows, counts, limits = index.entries(), index.counts(), index.limits()
     return Stats(
         root=layout.root,
         entries=counts["entries"],
@@ -80,9 +99,32 @@ def stats_of(rooms: Rooms) -> Stats:
         logical_bytes=sum(row.logical_bytes for _, row in rows),
         block_bytes=index.total_bytes(),
         physical_bytes=rooms.fs.tree_bytes(layout.root),
-        max_bytes=index.max_bytes() or 0,
+        max_bytes=limits.max_bytes,
         free_bytes=rooms.fs.free_bytes(layout.root)[0],
         block_hash=layout.config.block_hash,
         span=layout.config.span,
         durability=layout.config.durability,
+        min_free_bytes=limits.min_free_bytes,
+        max_age_s=limits.max_age_s,
+        models=_models(index, limits, [row for _, row in rows]),
+        read_only=index.read_only,
     )
+
+
+def _models(index: Index, limits: Limits, rows: list[EntryRow]) -> tuple[ModelStats, ...]:
+    """One for each model that has entries or a quota, the largest first."""
+    grouped: dict[str | None, list[EntryRow]] = {model_id: [] for model_id in limits.quotas}
+    for row in rows:
+        grouped.setdefault(row.model_id, []).append(row)
+    found = [
+        ModelStats(
+            model_id=model_id,
+            entries=len(own),
+            tokens=sum(row.token_count for row in own),
+            logical_bytes=sum(row.logical_bytes for row in own),
+            quota_bytes=limits.quotas.get(model_id) if model_id is not None else None,
+            held_bytes=index.held_bytes(model_id) if model_id in limits.quotas and model_id is not None else None,
+        )
+        for model_id, own in grouped.items()
+    ]
+    return tuple(sorted(found, key=lambda one: -one.logical_bytes))

@@ -41,6 +41,9 @@ def load(
         restore.allocate()
         source.fill(verify=verify)
     except CorruptEntry as error:
+        if not entries.is_row_sound(rooms, entry_id, row):
+            hint = "Run `blockstore check --repair`."
+            raise EntryGone("the index is wrong about the entry", entry_id=entry_id, hint=hint) from error
         _condemn(rooms, entry_id, row, error)
         raise
     rooms.index.touch(entry_id)

@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypedDict
 
 from .errors import IdentityMismatch, InvalidInput
 from .identity import Identity
@@ -50,6 +50,20 @@ class Meta:
         return Identity(self.model_id, self.config_fingerprint, self.tokenizer_hash, self.ns)
 
 
+class SaveOptions(TypedDict, total=False):
+    """What Store.save and Store.prepare take by name.
+
+    layout: "segments", or "rows" (each tensor cut by itself, into blocks of block_bytes). pinned: keep the entry from
+    eviction. attachments, generation_checkpoint: companion state, and where a generation stood.
+    """
+
+    layout: str
+    block_bytes: int | None
+    pinned: bool
+    attachments: Sequence[Attachment]
+    generation_checkpoint: GenerationCheckpoint | None
+
+
 def meta_of(header: Header, attachments: tuple[Attachment, ...]) -> Meta:
     """The Meta that saves the same file again."""
     return Meta(
@@ -75,9 +89,3 @@ def expect_identity(header: Header, expected: Identity | Meta | None, path: str)
             raise IdentityMismatch(
                 "the file is of another identity", path=path, field=name, expected=wanted, found=found
             )
-
-
-def as_tuple(attachments: object) -> tuple[Any, ...]:
-    if not isinstance(attachments, Sequence):
-        raise InvalidInput("attachments must be a list", field="attachments", found=type(attachments).__name__)
-    return tuple(attachments)

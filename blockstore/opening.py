@@ -1,5 +1,6 @@
 """Opening a store, or making one: configuration, the store lock, the cap that a new one gets."""
 
+import errno
 import os
 import time
 from collections.abc import Mapping
@@ -8,10 +9,11 @@ from typing import Any, Final
 import msgspec
 
 from . import environment, layout
-from .errors import InvalidInput, StoreBusy, StoreFull
+from .errors import InvalidInput, NotPermitted, StoreBusy, StoreFull
 from .fs import FileSystem, is_full
 from .index import Index
 from .layout import Layout, StoreConfig
+from .limits import Limits
 from .rooms import Deadline
 
 _DEFAULTS: Final = StoreConfig(
@@ -42,11 +44,11 @@ def open_or_create(
             found=kind,
             hint="Name a directory on a local disk.",
         )
-    found = layout.open_layout(fs, root)
+    found = _opened(fs, root)
     if found is None:
         if not create:
             raise InvalidInput("there is no store here", path=root, hint="Name the root of a store, or create one.")
-        found = _create(fs, root, wanted, max_bytes)
+        found = _created(fs, root, wanted, max_bytes)
     for name, value in wanted.items():
         if value is not None and value != getattr(found.config, name):
             raise InvalidInput(
@@ -56,10 +58,43 @@ def open_or_create(
     return found
 
 
+def _opened(fs: FileSystem, root: str) -> Layout | None:
+    try:
+        return layout.open_layout(fs, root)
+    except PermissionError as error:
+        raise NotPermitted("the store may not be read", path=error.filename or root) from error
+
+
+def _created(fs: FileSystem, root: str, wanted: Mapping[str, Any], max_bytes: int | None) -> Layout:
+    try:
+        return _create(fs, root, wanted, max_bytes)
+    except OSError as error:
+        if isinstance(error, NotPermitted) or error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise
+        hint = "Name a directory that you may write."
+        raise NotPermitted("a store may not be made here", path=error.filename or root, hint=hint) from error
+
+
+def is_read_only(fs: FileSystem, found: Layout, wanted: bool | None) -> bool:
+    """How to open the store: as wanted, or else for reading only where this process may not write to it.
+
+    Raises NotPermitted where writing is wanted and not possible.
+    """
+    if wanted:
+        return True
+    paths = [found.root, found.index_folder, os.path.join(found.index_folder, environment.DATA_NAME)]
+    refused = next((path for path in paths if fs.exists(path) and not fs.is_writable(path)), None)
+    if refused is not None and wanted is False:
+        hint = "Open it with read_only=True, or ask its owner for the right to write there."
+        raise NotPermitted("the store may not be written", path=refused, hint=hint)
+    return refused is not None
+
+
 def _create(fs: FileSystem, root: str, wanted: Mapping[str, Any], max_bytes: int | None) -> Layout:
     """Make the store, unless another process just did: both hold the store lock while they look and make."""
     chosen = {name: value for name, value in wanted.items() if value is not None}
-    config = msgspec.structs.replace(_DEFAULTS, max_bytes=max_bytes or _default_cap(fs, root), **chosen)
+    limits = Limits(max_bytes=max_bytes or _default_cap(fs, root))
+    config = msgspec.structs.replace(_DEFAULTS, limits=limits, **chosen)
     layout.check_config(config, root)
     os.makedirs(os.path.dirname(root), exist_ok=True)
     fs.make_dir(root)
@@ -99,8 +134,8 @@ def _create_index(made: Layout) -> None:
     env = environment.acquire(made.fs, made.index_folder, durable=made.durable)
     try:
         env.create()
-        assert made.config.max_bytes is not None, "a new store always has a cap"
-        Index(env, made.fs.allocation_unit(made.root)).set_max_bytes(made.config.max_bytes)
+        limits = msgspec.structs.asdict(made.config.limits)
+        Index(env, made.fs.allocation_unit(made.root)).set_limits(limits)
         if made.durable:
             made.fs.sync_dir(made.index_folder)
     finally:

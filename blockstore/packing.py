@@ -117,6 +117,11 @@ class Packer:
         axis = job.part.axis
         return sum((job.stop - job.start) * (views[ref].nbytes // views[ref].shape[axis]) for ref in job.part.tensors)
 
+    @property
+    def largest(self) -> int:
+        """Bytes of the largest block."""
+        return max(map(self.size, range(len(self))), default=0)
+
     def pack(self, number: int) -> memoryview:
         """The bytes of a block, in this thread's buffer until its next call."""
         out = self._scratch.take(self.size(number))

@@ -18,9 +18,9 @@ from typing import Any, Final
 import msgspec
 from blake3 import blake3
 
-from .environment import Cursor
 from .errors import InvalidInput
 from .index_rows import EntryRow
+from .transaction import Cursor
 
 CHUNK_TOKENS: Final = 64
 # After fewer than 64 tokens: no token id reaches it, so a row never agrees with a prompt beyond its own end.

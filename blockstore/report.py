@@ -1,7 +1,6 @@
-"""What can be said of an entry or a file without loading it: what is in it, and what removing it would give back."""
+"""What can be said of an entry or a file without loading it."""
 
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -12,7 +11,6 @@ from kvcodecs.entry import DTYPES, HeaderEntry, Slot
 from . import entries
 from .errors import EntryGone
 from .header import Header, blocks_of, slots_of
-from .index_rows import split_digests, unpack_block, unpack_entry
 from .rooms import Rooms
 
 
@@ -75,49 +73,6 @@ class Description(msgspec.Struct, frozen=True):
     caches: tuple[Cache, ...]
     attachments: tuple[Companion, ...]
     groups: tuple[Segments, ...]
-
-
-class Space(msgspec.Struct, frozen=True):
-    """What removing some entries together does to the disk, as things stand: bytes as the disk counts them.
-
-    unique: the blocks that nothing else refers to, which become collectable. shared: those that stay. header_bytes:
-    the header files, which go at once.
-    """
-
-    unique_blocks: int
-    unique_bytes: int
-    shared_blocks: int
-    shared_bytes: int
-    header_bytes: int
-
-    @property
-    def removal_bytes(self) -> int:
-        """All that removing and collecting gives back."""
-        return self.unique_bytes + self.header_bytes
-
-
-def space(rooms: Rooms, entry_ids: Iterable[str]) -> Space:
-    """What removing these entries together would give back. Raises EntryGone where one of them is not there."""
-    named: Counter[bytes] = Counter()
-    headers = unique_blocks = unique_bytes = shared_blocks = shared_bytes = 0
-    with rooms.index.env.read() as txn:
-        for entry_id in set(entry_ids):
-            row = txn.get("entries", bytes.fromhex(entry_id))
-            if row is None:
-                raise EntryGone("there is no such entry", entry_id=entry_id)
-            headers += rooms.index.on_disk(unpack_entry(row).header_bytes)
-            named.update(split_digests(txn.get("digests", bytes.fromhex(entry_id)) or b""))
-        for digest, count in named.items():
-            value = txn.get("blocks", digest)
-            if value is None:
-                continue
-            block = unpack_block(value)
-            size = rooms.index.on_disk(block.size)
-            if block.refs == count:
-                unique_blocks, unique_bytes = unique_blocks + 1, unique_bytes + size
-            else:
-                shared_blocks, shared_bytes = shared_blocks + 1, shared_bytes + size
-    return Space(unique_blocks, unique_bytes, shared_blocks, shared_bytes, headers)
 
 
 def read_entry(rooms: Rooms, entry_id: str) -> tuple[str, Header]:

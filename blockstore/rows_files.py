@@ -58,7 +58,7 @@ def write(fs: FileSystem, path: str, prepared: Prepared, *, sync: bool, stop: th
                 fs.write_all(fd, data)
             written[number] = len(data)
 
-    spread(range(len(packer)), place, MARGINS.threads)
+    spread(range(len(packer)), place, MARGINS.threads_for(packer.largest))
     if sync:
         fs.sync_dir(os.path.dirname(blocks.directory))
     now_ms = time.time_ns() // 1_000_000

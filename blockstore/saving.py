@@ -7,8 +7,9 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Sequence
-from typing import Any, Final
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
@@ -18,24 +19,24 @@ from kvcodecs.backend import mx
 from kvcodecs.codec import array_slot
 from kvcodecs.entry import HeaderEntry, leaves
 
-from . import collect, cut, records
+from . import admission, cut, records
 from .buffers import host_views
 from .digest import digest
 from .entries import implied_row
 from .errors import BlockstoreError, InvalidInput, StoreFull
 from .fs import is_full
 from .header import encode_header
+from .identity import Identity
 from .index_rows import EntryRow
+from .layout import StoreConfig
 from .leases import Lease
-from .meta import Attachment, Meta
+from .meta import Attachment, Meta, SaveOptions
 from .packing import Packer, Prepared
 from .placing import companions
 from .prefixes import pack_tokens
 from .records import GenerationCheckpoint, scope_of
 from .rooms import MARGINS, Rooms
 from .workers import spread
-
-_CHECK_BYTES: Final = 4 << 20
 
 
 class Saved(msgspec.Struct, frozen=True):
@@ -50,6 +51,56 @@ class Saved(msgspec.Struct, frozen=True):
     blocks_written: int
     blocks_reused: int
     seconds: float
+
+
+@dataclass(frozen=True)
+class _Choices:
+    """SaveOptions with their defaults; an unknown name is a TypeError, as for any call."""
+
+    layout: str = "segments"
+    block_bytes: int | None = None
+    pinned: bool = False
+    attachments: Any = ()
+    generation_checkpoint: GenerationCheckpoint | None = None
+
+    def __post_init__(self) -> None:
+        if self.block_bytes is not None and (type(self.block_bytes) is not int or self.block_bytes < 1):
+            raise InvalidInput("block_bytes must be a number of bytes", field="block_bytes", found=self.block_bytes)
+        if self.layout not in ("segments", "rows"):
+            raise InvalidInput("unknown cut", field="layout", expected=["segments", "rows"], found=self.layout)
+        if not isinstance(self.attachments, Sequence):
+            found = type(self.attachments).__name__
+            raise InvalidInput("attachments must be a list", field="attachments", found=found)
+
+
+def prepare_for(
+    config: StoreConfig,
+    provider: CodecProvider,
+    tokens: Sequence[int] | Any,
+    caches: Sequence[object],
+    identity: Identity,
+    options: SaveOptions,
+) -> Prepared:
+    """prepare() as a store does it. Raises InvalidInput."""
+    chosen = _Choices(**options)
+    meta = Meta(
+        model_id=identity.model_id,
+        config_fingerprint=identity.config_fingerprint,
+        tokenizer_hash=identity.tokenizer_hash,
+        ns=identity.ns,
+        attachments=tuple(chosen.attachments),
+        generation_checkpoint=chosen.generation_checkpoint,
+    )
+    return prepare(
+        provider,
+        tokens,
+        caches,
+        meta,
+        span=config.span,
+        block_bytes=chosen.block_bytes or config.block_bytes,
+        layout=chosen.layout,
+        pinned=chosen.pinned,
+    )
 
 
 def prepare(
@@ -140,22 +191,27 @@ class _Saver:
         self.digests: list[bytes] = [b""] * len(self.packer)
         self.made_from: dict[bytes, int] = {}
         self.staged: set[bytes] = set()
-        self.staged_bytes = 0
+        self.roomy = False
         self.placed: set[bytes] = set()
         self._lock = threading.Lock()
 
     def run(self) -> Saved:
-        spread(range(len(self.packer)), self._stage, MARGINS.threads)
+        self.roomy = admission.has_room(self.rooms, self._most_bytes())
+        spread(range(len(self.packer)), self._stage, MARGINS.threads_for(self.packer.largest))
         sizes = {name: self.packer.size(number) for name, number in self.made_from.items()}
         now_ms = time.time_ns() // 1_000_000
         header = self.packer.header(self.digests, block_hash=self.rooms.blocks.hash_name, created_at_ms=now_ms)
         data = encode_header(header)
         relative = self.rooms.relative_header(self.scope, self.lease.id)
+        header_bytes = self._header_bytes(len(data))
+        admission.check_quota(self.rooms, self.prepared.identity.model_id, sizes, header_bytes)
         hits = self.rooms.index.reserve(self.lease.id, relative, sizes)
-        collect.make_room(self.rooms, sum(map(self.rooms.index.on_disk, sizes.values())), len(data))
-        self._place([d for d in sizes if d not in hits or not self.rooms.blocks.has(d, sizes[d])])
+        missing = [name for name in sizes if name not in hits or not self.rooms.blocks.has(name, sizes[name])]
+        unwritten = self._on_disk(sizes[name] for name in missing if name not in self.staged)
+        admission.make_room(self.rooms, self._on_disk(sizes.values()), header_bytes, unwritten)
+        self._place(missing)
         self._write_header(data)
-        self._publish(implied_row(header, len(data), pinned=self.prepared.pinned))
+        self._publish(implied_row(header, len(data), pinned=self.prepared.pinned, used_at_ms=now_ms))
         written = sum(sizes[name] for name in self.placed)
         return Saved(
             entry_id=self.lease.id,
@@ -177,24 +233,32 @@ class _Saver:
         with self._lock:
             if self.made_from.setdefault(name, number) != number:
                 return
-        if not self.rooms.index.believed(name):
+        # Where something may have to go first, blocks are written when that is done, and packed once more.
+        if self.roomy and not self.rooms.index.believed(name):
             self._write_temporary(name, data)
 
     def _write_temporary(self, name: bytes, data: memoryview) -> None:
         self.rooms.fs.write_new(self.lease.temporary(name.hex()), [data])
         with self._lock:
             self.staged.add(name)
-            self.staged_bytes += len(data)
-            staged = self.staged_bytes
-        # Asked now and then: whatever no eviction makes room for must not be written out first.
-        if staged // _CHECK_BYTES != (staged - len(data)) // _CHECK_BYTES:
-            collect.check_can_fit(self.rooms, staged)
+
+    def _most_bytes(self) -> int:
+        """What the save takes if nothing of it is there yet; its header apart, for which room is made later."""
+        return self._on_disk(map(self.packer.size, range(len(self.packer))))
+
+    def _header_bytes(self, length: int) -> int:
+        """What a header takes on the disk, with a folder if it is the first of its identity."""
+        folder = os.path.dirname(self.rooms.layout.header_path(self.scope, self.lease.id))
+        return self._on_disk([length] if self.rooms.fs.exists(folder) else [length, 1])
+
+    def _on_disk(self, sizes: Iterable[int]) -> int:
+        return sum(map(self.rooms.index.on_disk, sizes))
 
     def _place(self, names: Sequence[bytes]) -> None:
         """Bring blocks into blocks/: synced first, then renamed, then the directory synced."""
         if not names:
             return
-        spread(names, self._ready, MARGINS.threads)
+        spread(names, self._ready, MARGINS.threads_for(self.packer.largest))
         for name in names:
             self.rooms.blocks.publish(self.lease.temporary(name.hex()), name)
             self.staged.discard(name)
@@ -213,11 +277,24 @@ class _Saver:
         path = self.rooms.layout.header_path(self.scope, self.lease.id)
         temporary = self.lease.temporary("header")
         fs.write_new(temporary, [header], sync=durable)
-        if fs.make_dir(os.path.dirname(path)) and durable:
-            fs.sync_dir(self.rooms.layout.entries_folder)
-        fs.rename(temporary, path)
+        while not self._placed_header(temporary, path):
+            pass
         if durable:
             fs.sync_dir(os.path.dirname(path))
+
+    def _placed_header(self, temporary: str, path: str) -> bool:
+        """Rename the header into its identity's folder; False where a removal took the empty folder away meanwhile."""
+        fs, folder = self.rooms.fs, os.path.dirname(path)
+        fs.make_own_dir(folder, self.rooms.layout.quarantine_folder)
+        if self.rooms.layout.durable:  # always: whoever made the folder may have failed before its name was durable
+            fs.sync_dir(self.rooms.layout.entries_folder)
+        try:
+            fs.rename(temporary, path)
+        except FileNotFoundError:
+            if fs.exists(folder):
+                raise
+            return False
+        return True
 
     def _publish(self, entry: EntryRow) -> None:
         while True:
@@ -227,6 +304,7 @@ class _Saver:
             self._place(done.lost)
         with _left_to_gc():
             self.rooms.finish_doomed((entry_id, self.scope) for entry_id in done.replaced)
+            admission.keep_quota(self.rooms, entry.model_id, self.lease.id)
 
 
 def _check_arguments(caches: object, meta: object) -> None:

@@ -27,6 +27,7 @@ class BlockSource:
     def __init__(self, blocks: Blocks, header: Header, targets: Sequence[Sequence[placing.Target]]) -> None:
         self._blocks = blocks
         self._reads = list(placing.reads(header, targets))
+        self._largest = max((read.size if read.whole else _PIECE_BYTES for read in self._reads), default=0)
         self._scratch = Scratch()
 
     def check(self) -> None:
@@ -44,7 +45,7 @@ class BlockSource:
             _check_running(stop)
             self._read(read, verify)
 
-        spread(self._reads, read_one, MARGINS.threads)
+        spread(self._reads, read_one, MARGINS.threads_for(self._largest))
 
     def _read(self, read: placing.Read, verify: bool) -> None:
         if read.whole:

@@ -7,25 +7,27 @@ look or collect start without it.
 import contextlib
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final, Self, Unpack
 
 import msgspec
 
 from . import collect, environment, layout, opening
-from .errors import CacheMiss, EntryGone, InvalidInput, StoreBroken, StoreBusy, StoreFull
+from .errors import CacheMiss, EntryGone, InvalidInput, NotPermitted, StoreBroken, StoreBusy, StoreFull
 from .fs import FileSystem
 from .identity import Identity
 from .index import Index
 from .index_rows import EntryRow
 from .layout import Durability, StoreConfig
 from .leases import is_id
+from .limits import Limits
 from .listing import Entry, Match, Stats, entry_of, stats_of
-from .meta import Attachment, Meta, as_tuple
+from .meta import SaveOptions
 from .prefixes import pack_tokens, prefix_digest
-from .records import GenerationCheckpoint, scope_of
+from .records import scope_of
 from .rooms import MARGINS, Deadline, Rooms
+from .space import Space, space
 
 if TYPE_CHECKING:
     from kvcodecs.algebra import CodecProvider
@@ -46,11 +48,13 @@ class Store:
         of the disk, or what leaves 10 GiB free, whichever is less.
     durability ("full" | "none"), hash ("blake3" | "sha256"), span (tokens), block_bytes: chosen at creation and kept;
         naming another value for an existing store is InvalidInput.
+    read_only: True to change nothing, so that a store can be used that one may not write; default: only where one may
+        not. What would change it then raises NotPermitted; a load leaves no trace of its use, and drops no bad entry.
     provider: the codecs; default: our own classes and mlx-lm's.
 
     Methods may be called from any thread, but save, prepare, load and restore touch mlx arrays, so they belong on the
     thread that owns the caches. Raises StoreBusy, StoreBroken, UnsupportedFormat (a newer store), InvalidInput,
-    OSError.
+    NotPermitted, OSError.
     """
 
     def __init__(
@@ -63,6 +67,7 @@ class Store:
         span: int | None = None,
         block_bytes: int | None = None,
         create: bool = True,
+        read_only: bool | None = None,
         provider: "CodecProvider | None" = None,
         fs: FileSystem | None = None,
     ) -> None:
@@ -77,15 +82,16 @@ class Store:
         self._closed = threading.Lock()
         self._lock_fd: int | None = None
         self._pid = os.getpid()
-        self._layout = opening.open_or_create(self._fs, self.root, wanted, max_bytes, create=create)
+        may_create = create and not read_only
+        self._layout = opening.open_or_create(self._fs, self.root, wanted, max_bytes, create=may_create)
+        reads = opening.is_read_only(self._fs, self._layout, read_only)
         self._lock_fd = opening.hold_shared(self._fs, self._layout)
-        self._env = environment.acquire(self._fs, self._layout.index_folder, durable=self._layout.durable)
-        self._rooms = Rooms(self._layout, Index(self._env, self._fs.allocation_unit(self.root)))
+        folder, durable = self._layout.index_folder, self._layout.durable
+        self._env = environment.acquire(self._fs, folder, durable=durable, read_only=reads)
+        self._rooms = Rooms(self._layout, Index(self._env, self._fs.allocation_unit(self.root), read_only=reads))
         try:
-            if max_bytes is not None and max_bytes != self._rooms.index.max_bytes():
-                self._rooms.index.set_max_bytes(max_bytes)
-                config = msgspec.structs.replace(self.config, max_bytes=max_bytes)
-                layout.write_config(self._fs, self.root, config)
+            if max_bytes is not None and max_bytes != self._rooms.index.limits().max_bytes:
+                self.set_limits(max_bytes=max_bytes)
         except BaseException:
             self.close()
             raise
@@ -112,7 +118,7 @@ class Store:
                 return
             fd, self._lock_fd = self._lock_fd, None
         try:
-            if self._pid == os.getpid():
+            if self._pid == os.getpid() and not self._rooms.index.read_only:
                 self._rooms.index.flush()
         except (StoreBroken, StoreBusy, OSError):
             pass  # the order of uses is a hint; a store that cannot take it must still close
@@ -141,48 +147,20 @@ class Store:
     # ---- save
 
     def save(
-        self,
-        tokens: Sequence[int] | Any,
-        caches: Sequence[object],
-        identity: Identity,
-        *,
-        layout: str = "segments",
-        block_bytes: int | None = None,
-        pinned: bool = False,
-        attachments: Sequence[Attachment] = (),
-        generation_checkpoint: GenerationCheckpoint | None = None,
+        self, tokens: Sequence[int] | Any, caches: Sequence[object], identity: Identity, **options: Unpack[SaveOptions]
     ) -> "Saved":
         """Store `caches`, which encode exactly `tokens`, under `identity`. Only blocks that are new are written.
 
-        caches: one a layer, of any class that the provider handles; not changed. layout: "segments", or "rows" (each
-        tensor cut by itself, into blocks of `block_bytes`). attachments, generation_checkpoint: companion state, and
-        where a generation stood. An older entry of equal identity and tokens is replaced.
+        caches: one a layer, of any class that the provider handles; not changed. Options, all by name: see SaveOptions.
+        An older entry of equal identity and tokens is replaced.
         When save returns the entry is committed: durable, unless the store was created with durability="none".
-        Raises InvalidInput (nothing written), StoreFull, StoreBusy, StoreBroken, OSError (nothing committed).
+        Raises InvalidInput, NotPermitted (nothing written), StoreFull, StoreBusy, StoreBroken, OSError (nothing
+        committed).
         """
-        prepared = self.prepare(
-            tokens,
-            caches,
-            identity,
-            layout=layout,
-            block_bytes=block_bytes,
-            pinned=pinned,
-            attachments=attachments,
-            generation_checkpoint=generation_checkpoint,
-        )
-        return self.commit(prepared)
+        return self.commit(self.prepare(tokens, caches, identity, **options))
 
     def prepare(
-        self,
-        tokens: Sequence[int] | Any,
-        caches: Sequence[object],
-        identity: Identity,
-        *,
-        layout: str = "segments",
-        block_bytes: int | None = None,
-        pinned: bool = False,
-        attachments: Sequence[Attachment] = (),
-        generation_checkpoint: GenerationCheckpoint | None = None,
+        self, tokens: Sequence[int] | Any, caches: Sequence[object], identity: Identity, **options: Unpack[SaveOptions]
     ) -> "Prepared":
         """The half of save that touches mlx: a snapshot that later steps of the caches do not change.
 
@@ -190,31 +168,14 @@ class Store:
         """
         from . import saving  # brings mlx
 
-        self._check_open()
-        _check_identity(identity)
-        if block_bytes is not None and (type(block_bytes) is not int or block_bytes < 1):
-            raise InvalidInput("block_bytes must be a number of bytes", field="block_bytes", found=block_bytes)
-        if layout not in ("segments", "rows"):
-            raise InvalidInput("unknown cut", field="layout", expected=["segments", "rows"], found=layout)
-        meta = Meta(
-            model_id=identity.model_id,
-            config_fingerprint=identity.config_fingerprint,
-            tokenizer_hash=identity.tokenizer_hash,
-            ns=identity.ns,
-            attachments=as_tuple(attachments),
-            generation_checkpoint=generation_checkpoint,
-        )
-        size = block_bytes or self.config.block_bytes
-        span = self.config.span
-        return saving.prepare(
-            self.provider, tokens, caches, meta, span=span, block_bytes=size, layout=layout, pinned=pinned
-        )
+        self._check_writable()
+        return saving.prepare_for(self.config, self.provider, tokens, caches, _checked_identity(identity), options)
 
     def commit(self, prepared: "Prepared") -> "Saved":
         """The half of save that writes; from any thread. Raises as save()."""
         from . import saving  # brings mlx
 
-        self._check_open()
+        self._check_writable()
         return saving.commit(self._rooms, prepared)
 
     # ---- find and load
@@ -281,16 +242,21 @@ class Store:
 
     def remove(self, entry_id: str) -> None:
         """Remove an entry; its blocks become collectable now. Raises EntryGone where there is none."""
-        self._check_open()
+        self._check_writable()
         row = self._row(entry_id)
         self._rooms.index.doom(entry_id)
         self._rooms.finish_doomed([(entry_id, row.scope)])
 
     def pin(self, entry_id: str, *, pinned: bool = True) -> None:
         """Keep an entry from eviction, or no longer. Raises EntryGone where there is none."""
-        self._check_open()
+        self._check_writable()
         self._row(entry_id)
         self._rooms.index.pin(entry_id, pinned=pinned)
+
+    def space(self, *entry_ids: str) -> Space:
+        """What removing these entries together, and collecting, would give back. Raises EntryGone."""
+        self._check_open()
+        return space(self._rooms, map(_checked_id, entry_ids))
 
     def gc(
         self, *, dry_run: bool = False, full: bool = False, progress: collect.Progress | None = None
@@ -302,7 +268,33 @@ class Store:
         self._check_open()
         if dry_run:
             return collect.full_plan(self._rooms) if full else collect.plan(self._rooms)
+        self._check_writable()
         return collect.gc(self._rooms, full=full, progress=progress or (lambda done, total: None))
+
+    # ---- limits
+
+    @property
+    def limits(self) -> Limits:
+        """The limits in force, for every user of the store."""
+        self._check_open()
+        return self._rooms.index.limits()
+
+    def set_limits(
+        self,
+        *,
+        max_bytes: int | None = None,
+        min_free_bytes: int | None = None,
+        max_age_s: int | None = None,
+        quotas: Mapping[str, int] | None = None,
+    ) -> Limits:
+        """Change limits for every user of the store, now and later; None leaves one as it is, 0 lifts it. See Limits.
+
+        Nothing goes at once: the next save evicts by max_bytes, min_free_bytes and its own model's quota, the next gc
+        what is older than max_age_s. Raises InvalidInput, NotPermitted.
+        """
+        self._check_writable()
+        changes = {"max_bytes": max_bytes, "min_free_bytes": min_free_bytes, "max_age_s": max_age_s, "quotas": quotas}
+        return self._rooms.index.set_limits(changes, self._keep_limits)
 
     # ---- move
 
@@ -314,7 +306,7 @@ class Store:
         """
         from . import moving  # brings mlx
 
-        self._check_open()
+        self._check_writable()
         return moving.import_file(self._rooms, self.provider, os.fspath(path))
 
     def export_entry(self, entry_id: str, folder: str | os.PathLike[str], *, layout: str = "monolith") -> str:
@@ -362,7 +354,7 @@ class Store:
 
     def _find(self, packed: bytes, identity: Identity, exclude: frozenset[str]) -> Match | None:
         self._check_open()
-        _check_identity(identity)
+        _checked_identity(identity)
         provider_id = self._provider.id if self._provider is not None else DEFAULT_PROVIDER_ID
         scope = scope_of(
             identity.model_id, identity.config_fingerprint, identity.tokenizer_hash, identity.ns, provider_id
@@ -381,6 +373,16 @@ class Store:
             raise EntryGone("there is no such entry", entry_id=entry_id)
         return row
 
+    def _keep_limits(self, limits: Limits) -> None:
+        """In store.json too, from which a repair takes them."""
+        found = layout.read_config(self._fs, self.root) or self.config
+        layout.write_config(self._fs, self.root, msgspec.structs.replace(found, limits=limits))
+
+    def _check_writable(self) -> None:
+        self._check_open()
+        if self._rooms.index.read_only:
+            raise NotPermitted("the store is open for reading only", path=self.root)
+
     def _check_open(self) -> None:
         if self._lock_fd is None:
             raise InvalidInput("the store is closed", path=self.root, hint="Open it again.")
@@ -392,6 +394,7 @@ def _checked_id(entry_id: object) -> str:
     return entry_id
 
 
-def _check_identity(identity: object) -> None:
+def _checked_identity(identity: object) -> Identity:
     if not isinstance(identity, Identity):
         raise InvalidInput("identity must be an Identity", field="identity", found=type(identity).__name__)
+    return identity

@@ -6,7 +6,7 @@ from unittest import mock
 
 import pytest
 
-from blockstore import EntryGone, Store, StoreFull, collect
+from blockstore import EntryGone, Store, StoreFull, admission
 from blockstore.environment import Environment
 from store_kit import all_facts, assert_exact, lease_folders
 from token_caches import identity, plain, small_store
@@ -39,7 +39,7 @@ def standing(store: Store) -> str:
 
 def cap_at(store: Store, spare: int) -> None:
     """A cap that leaves `spare` bytes beside what is there now."""
-    store._rooms.index.set_max_bytes(collect.used_bytes(store._rooms) + spare)
+    store.set_limits(max_bytes=admission.used_bytes(store._rooms) + spare)
 
 
 def entry_bytes(store: Store) -> int:
@@ -80,11 +80,11 @@ def test_as_many_go_as_it_takes_and_the_cap_holds(spare: int, store: Store) -> N
         save(store, name)
     one = entry_bytes(store)
     cap_at(store, -one * (3 - spare))
-    cap = store._rooms.index.max_bytes()
+    cap = store.limits.max_bytes
     save(store, "x")
     assert standing(store) == "abcd"[4 - spare :] + "x"
     assert cap is not None
-    assert collect.used_bytes(store._rooms) <= cap
+    assert admission.used_bytes(store._rooms) <= cap
 
 
 def test_growing_an_entry_evicts_it_last_and_keeps_what_both_share(store: Store) -> None:

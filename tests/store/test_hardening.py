@@ -178,7 +178,7 @@ def test_what_a_dead_saver_holds_goes_before_anything_that_lives(tmp_path: Path)
         done = subprocess.run([sys.executable, "-c", DYING_SAVER, str(tmp_path / "s")], check=False, env=ENVIRONMENT)
         assert done.returncode == -signal.SIGKILL
         assert store.stats().unfinished_saves == 1
-        store.rooms.index.set_max_bytes(store.stats().physical_bytes + 4096)
+        store.set_limits(max_bytes=store.stats().physical_bytes + 4096)
         more = list(range(2000, 2200))
         store.save(more, plain(more), IDENTITY)
         assert {entry.entry_id for entry in store.entries()} >= set(kept)

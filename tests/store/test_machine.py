@@ -83,7 +83,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.condemned: set[str] = set()  # bad blocks that a load has met
         self.uses = 0
         self.open()
-        self.store._rooms.index.set_max_bytes(UNLIMITED)
+        self.store.set_limits(max_bytes=UNLIMITED)
 
     def open(self) -> None:
         self.fs = Crash()
@@ -262,11 +262,11 @@ class StoreMachine(RuleBasedStateMachine):
         # Left out: how many pages LMDB takes is not ours to foresee.
         with mock.patch.object(Environment, "used_bytes", return_value=0):
             cap = index.total_bytes() + room // 2
-            index.set_max_bytes(cap)
+            self.store.set_limits(max_bytes=cap)
             with contextlib.suppress(StoreFull):
                 self.save(tokens, model, ns)
                 assert index.total_bytes() <= cap
-        index.set_max_bytes(UNLIMITED)
+        self.store.set_limits(max_bytes=UNLIMITED)
         standing = {entry.entry_id for entry in self.store.entries()}
         gone = {entry_id for entry_id in self.known if entry_id not in standing}
         assert not any(self.known[entry_id].pinned for entry_id in gone)

@@ -1,0 +1,91 @@
+"""The commands that say what a store may take, and what stays; and commands on a store that one may only read."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from blockstore import Store
+from blockstore.fs import FileSystem
+
+
+def test_limits_are_printed_and_changed(command: Any, empty: Path) -> None:
+    before = command("limits", "--json", root=empty).json
+    assert (before["min_free_bytes"], before["max_age_s"], before["quotas"]) == (0, 0, {})
+    changed = command(
+        "limits", "--max-bytes", "2G", "--min-free", "512MiB", "--max-age", "1.5", "--quota", "org/m=1.5K",
+        "--quota", "a=b=7", "--json", root=empty,
+    ).json  # fmt: skip
+    assert changed == {
+        "max_bytes": 2 << 30,
+        "min_free_bytes": 512 << 20,
+        "max_age_s": 129_600,
+        "quotas": {"org/m": 1536, "a=b": 7},
+    }
+    assert command("limits", "--json", root=empty).json == changed
+    text = command("limits", "--quota", "a=b=0", root=empty).lines
+    assert [line.split("  ")[0] for line in text] == ["cap", "left free on disk", "age limit", "quota of org/m"]
+    lifted = command("limits", "--max-bytes", "0", "--min-free", "0", "--max-age", "0", "--json", root=empty).json
+    assert lifted == {"max_bytes": 0, "min_free_bytes": 0, "max_age_s": 0, "quotas": {"org/m": 1536}}
+
+
+@pytest.mark.parametrize(
+    ("option", "text"), [("--max-bytes", "many"), ("--min-free", "-1"), ("--quota", "model"), ("--quota", "model=x")]
+)
+def test_what_is_no_size_is_refused_by_name(command: Any, empty: Path, option: str, text: str) -> None:
+    found = command("limits", option, text, "--json", root=empty)
+    assert found.code == 3
+    assert found.json["error"]["facts"]["field"] == option
+
+
+def test_stats_show_the_limits_and_each_model(command: Any, filled: Any) -> None:
+    command("limits", "--quota", "org/model=1G", "--min-free", "1M", "--max-age", "3", root=filled.root)
+    models = command("stats", "--json", root=filled.root).json["models"]
+    assert [(model["model_id"], model["entries"], model["quota_bytes"]) for model in models] == [
+        ("org/model", 2, 1 << 30)
+    ]
+    assert 0 < models[0]["held_bytes"] < 1 << 30
+    text = command("stats", root=filled.root).out
+    assert "org/model: 2 entries" in text
+    assert "of a quota of 1.00 GiB" in text
+    assert "at least 1.00 MiB stay free" in text
+    assert "3 days unused" in text
+
+
+def test_pin_and_unpin(command: Any, filled: Any) -> None:
+    done = command("pin", filled.short, "ffff", "--json", root=filled.root)
+    assert (done.code, done.json["entries"], [one["entry"] for one in done.json["failed"]]) == (
+        1,
+        [filled.short],
+        ["ffff"],
+    )
+    assert [entry.pinned for entry in listed(filled.root, filled.short)] == [True]
+    assert command("pin", "--off", filled.short, root=filled.root).lines == [f"unpinned {filled.short}"]
+    assert [entry.pinned for entry in listed(filled.root, filled.short)] == [False]
+
+
+def listed(root: Path, entry_id: str) -> list[Any]:
+    with Store(root) as store:
+        return [entry for entry in store.entries() if entry.entry_id == entry_id]
+
+
+LOOKS = [["stats"], ["ls"], ["show", "ID"], ["gc", "--dry-run"], ["gc", "--dry-run", "--full"], ["check", "--deep"],
+         ["rm", "--dry-run", "ID"], ["limits"]]  # fmt: skip
+CHANGES = [["rm", "ID"], ["gc"], ["pin", "ID"], ["limits", "--max-age", "1"]]
+
+
+@pytest.mark.parametrize("args", LOOKS, ids=" ".join)
+def test_looking_works_where_one_may_only_read(
+    command: Any, filled: Any, args: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FileSystem, "is_writable", lambda self, path: False)
+    assert command(*[filled.long if word == "ID" else word for word in args], root=filled.root).code == 0
+
+
+@pytest.mark.parametrize("args", CHANGES, ids=" ".join)
+def test_changing_is_refused_where_one_may_only_read(
+    command: Any, filled: Any, args: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FileSystem, "is_writable", lambda self, path: False)
+    found = command(*[filled.long if word == "ID" else word for word in args], "--json", root=filled.root)
+    assert (found.code, found.json["error"]["code"]) == (8, "not-permitted")
