@@ -4,11 +4,15 @@ They pass everything on to the real file system. A *change* is a call that alter
 between two changes nothing happens that another process could see.
 """
 
+import contextlib
 import errno
 import os
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
+from unittest import mock
+
+import lmdb
 
 from blockstore import Store, environment
 from blockstore.fs import FileSystem
@@ -122,11 +126,12 @@ class Watching(Recording):
 
 
 class FailingAt(Recording):
-    """Raises at the k-th change after arm(k): once, or from then on until it is disarmed."""
+    """Raises at the k-th change, or call of `names`, after arm(k): once, or from then on until it is disarmed."""
 
-    def __init__(self, error_number: int = errno.EIO) -> None:
+    def __init__(self, error_number: int = errno.EIO, names: Sequence[str] = REFUSABLE) -> None:
         super().__init__()
         self.error_number = error_number
+        self._names = frozenset(names)
         self._left: int | None = None
         self._lasting = False
         self.failed = False
@@ -139,7 +144,7 @@ class FailingAt(Recording):
 
     def entered(self, name: str, args: Sequence[Any]) -> None:
         super().entered(name, args)
-        if self._left is None or name not in REFUSABLE:
+        if self._left is None or name not in self._names:
             return
         self._left -= 1
         if self._left < 0 and (self._lasting or not self.failed):
@@ -172,6 +177,8 @@ class Crash(Recording):
     def entered(self, name: str, args: Sequence[Any]) -> None:
         super().entered(name, args)
         if self.dead:
+            if name == "close" and args[0] not in self._held:
+                os.close(args[0])  # of a file that was only read; the others stay open until all threads are gone
             raise Killed
         if self._left is None or name not in CHANGES:
             return
@@ -192,16 +199,18 @@ class Crash(Recording):
     def bury(self, store: Store | None = None) -> None:
         """Let go of everything that the dead process held, of its store too; that object is of no use any more."""
         if store is not None:
-            store._lock_fd = None
-            env = environment._SHARED.pop(store._env.directory, None)
-            if env is not None and env._env is not None:
+            env, store._lock_fd = store._env, None
+            if environment._SHARED.get(env.directory) is env:
+                del environment._SHARED[env.directory]
+            if env._env is not None:
                 env._env.close()
-            if env is not None and env._fd is not None:
-                os.close(env._fd)
+            if env._fd is not None:
+                self._held.add(env._fd)
         else:
             self.dead, self._left = False, None
         for fd in self._held:
-            os.close(fd)
+            with contextlib.suppress(OSError):  # the last thread may have got as far as closing it
+                os.close(fd)
         self._held.clear()
 
 
@@ -209,3 +218,40 @@ def _write_half(path: str, parts: Iterable[bytes | memoryview]) -> None:
     data = b"".join(parts)
     with open(path, "xb") as file:
         file.write(data[: len(data) // 2])
+
+
+@contextlib.contextmanager
+def separate_environments() -> Iterator[None]:
+    """Each store that is opened inside has an environment of its own, as each process has.
+
+    Only the LMDB handle is shared, since a process may map an index but once.
+    """
+    with contextlib.ExitStack() as stack:
+        open_one, handles, acquire = lmdb.open, dict[str, lmdb.Environment](), environment.acquire
+
+        def open_shared(directory: str, **options: Any) -> Any:
+            if directory not in handles:
+                handles[directory] = open_one(directory, **options)
+                stack.callback(handles[directory].close)
+            return _Handle(handles[directory])
+
+        def acquire_own(*args: Any, **options: Any) -> environment.Environment:
+            with mock.patch.object(environment, "_SHARED", {}):
+                return acquire(*args, **options)
+
+        stack.enter_context(mock.patch.object(lmdb, "open", open_shared))
+        stack.enter_context(mock.patch.object(environment, "acquire", acquire_own))
+        yield
+
+
+class _Handle:
+    """A process's view of an LMDB handle: closing it leaves it to the others."""
+
+    def __init__(self, real: lmdb.Environment) -> None:
+        self._real = real
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+    def close(self) -> None:
+        pass

@@ -5,6 +5,7 @@ memory. A child may use mlx.
 """
 
 import os
+import signal
 import sys
 import threading
 import time
@@ -110,7 +111,7 @@ def storm(root: str) -> None:
     for thread in threads:
         thread.start()
     try:
-        for number in range(10):
+        for number in range(50):
             assert in_child(partial(visit, store, number)) == 0
     finally:
         stop.set()
@@ -121,10 +122,39 @@ def storm(root: str) -> None:
 
 def visit(store: Store, number: int) -> None:
     assert store.find([*TOKENS, 1], IDENTITY) is not None
-    store.commit(by_hand([*TOKENS, number], "visitor"))
-    store.gc()
+    assert store.stats().entries > 0
+    saved = store.commit(by_hand([*TOKENS, number], "visitor"))
+    if number % 2:
+        store.remove(saved.entry_id)
+    store.gc(full=number % 10 == 9)
+
+
+def orphan(root: str) -> None:
+    """A child that outlives its parent, which dies in the middle of a save."""
+    gate = Gate()
+    store = small_store(root, fs=gate)
+    saver = threading.Thread(target=lambda: store.commit(by_hand(range(400), "parent")))
+    saver.start()
+    assert gate.reached.wait(30)
+    parent = os.getpid()
+    if os.fork():
+        os.kill(parent, signal.SIGKILL)
+    gate.opened.set()  # in the child's memory alone
+    live_on(store, f"{root}.stop")
+
+
+def live_on(store: Store, end: str) -> None:
+    """Use the store now and then, until the end; then say so."""
+    deadline = time.monotonic() + 60
+    while not os.path.exists(end):
+        assert time.monotonic() < deadline
+        assert store.find([*TOKENS, 1], IDENTITY) is not None
+        print("alive", flush=True)
+        time.sleep(0.02)
+    store.commit(by_hand(TOKENS, "orphan"))
+    store.close()
 
 
 if __name__ == "__main__":
-    {"lease": lease, "storm": storm}[sys.argv[1]](sys.argv[2])
+    {"lease": lease, "storm": storm, "orphan": orphan}[sys.argv[1]](sys.argv[2])
     print("whole")

@@ -1,13 +1,10 @@
-"""Real processes over one store: writers, a reader and a collector at once, a writer killed again and again; forks."""
+"""Threads of one process over one store, and processes that fork; test_kills has the processes that are killed."""
 
-import json
 import os
-import random
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,7 +15,6 @@ from store_kit import all_facts, assert_clean, assert_exact
 from token_caches import IDENTITY, identity, plain, small_store
 
 HERE = Path(__file__).parent
-KILLS, WRITERS = 4, 3
 PATIENCE_S = 60.0
 
 
@@ -37,52 +33,11 @@ def await_lines(output: Path, count: int) -> None:
         time.sleep(0.005)
 
 
-def said(outputs: Sequence[Path], verb: str) -> set[tuple[str, tuple[int, ...]]]:
-    """(ns, tokens) of the lines with `verb`; a line that death cut short is no line."""
-    found = set()
-    for output in outputs:
-        for line in output.read_bytes().split(b"\n")[:-1]:
-            facts = json.loads(line)
-            if verb in facts:
-                found.add((facts["ns"], tuple(facts[verb])))
-    return found
-
-
-@pytest.mark.slow
-def test_processes_at_once_and_one_killed_again_and_again_lose_nothing(tmp_path: Path) -> None:
-    root, rng, outputs = tmp_path / "store", random.Random(7), []
-
-    def launch(role: str, seed: int) -> tuple[subprocess.Popen[bytes], Path]:
-        outputs.append(tmp_path / f"{role}-{seed}.log")
-        return start("process_roles.py", role, root, seed, output=outputs[-1]), outputs[-1]
-
-    small_store(root).close()
-    lasting = [launch("write", seed)[0] for seed in range(1, WRITERS)]
-    lasting += [launch("read", 50)[0], launch("collect", 60)[0]]
-    for kill in range(KILLS):
-        victim, output = launch("write", 100 + kill)
-        await_lines(output, 2)
-        time.sleep(rng.random() * 0.4)
-        victim.send_signal(signal.SIGKILL)
-        assert victim.wait(PATIENCE_S) == -signal.SIGKILL
-    Path(f"{root}.stop").touch()
-    assert [process.wait(PATIENCE_S) for process in lasting] == [0] * len(lasting), "\n".join(
-        output.read_text()[-2000:] for output in outputs if "Traceback" in output.read_text()
-    )
-    assert_everything_committed_is_there(root, outputs)
-
-
-def assert_everything_committed_is_there(root: Path, outputs: Sequence[Path]) -> None:
-    committed = said(outputs, "saved") - said(outputs, "removing")
-    assert len(committed) > WRITERS + KILLS
-    with small_store(root) as store:
-        store.gc()
-        assert_exact(store)
-        assert_clean(store)
-        loaded = [store.load(entry.entry_id) for entry in store.entries()]
-        for entry in loaded:
-            assert all_facts(entry.caches) == all_facts(plain(entry.tokens, 2))
-        assert committed <= {(entry.header.ns or "", tuple(entry.tokens)) for entry in loaded}
+def await_word(output: Path, word: str) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while word not in output.read_text():
+        assert time.monotonic() < deadline, output.read_text()
+        time.sleep(0.005)
 
 
 # ---- threads
@@ -129,9 +84,30 @@ def test_a_forked_child_opens_reads_and_saves_and_leaves_its_parents_lease_alone
         assert all_facts(found.caches) == all_facts(plain(range(9)))
 
 
+@pytest.mark.slow
 def test_forks_in_the_middle_of_other_threads_transactions_hang_nobody(tmp_path: Path) -> None:
     assert run_fork(tmp_path, "storm") == "whole"
     with small_store(tmp_path / "store") as store:
         store.gc()
+        assert_exact(store)
+        assert_clean(store)
+
+
+def test_a_child_that_lives_on_does_not_keep_its_dead_parents_lease(tmp_path: Path) -> None:
+    root, output, end = tmp_path / "store", tmp_path / "fork.log", tmp_path / "store.stop"
+    with small_store(root) as store:
+        store.save(range(9), plain(range(9)), IDENTITY)
+        parent = start("fork_roles.py", "orphan", root, output=output)
+        assert parent.wait(PATIENCE_S) == -signal.SIGKILL, output.read_text()
+        try:
+            await_lines(output, 2)
+            assert store.gc(dry_run=True).count("lease") == 1
+            assert store.gc().count("lease") == 1
+            assert_exact(store)
+            await_lines(output, output.read_bytes().count(b"\n") + 2)
+        finally:
+            end.touch()
+        await_word(output, "whole")
+        assert {entry.ns for entry in store.entries()} == {"", "orphan"}
         assert_exact(store)
         assert_clean(store)
