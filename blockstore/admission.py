@@ -4,7 +4,7 @@ Entries go by their last use, never by a clock. Pinned ones and what unfinished 
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from . import collect
 from .errors import StoreFull
@@ -65,13 +65,23 @@ def check_quota(rooms: Rooms, model_id: str | None, sizes: Mapping[bytes, int], 
         )
 
 
-def keep_quota(rooms: Rooms, model_id: str | None, newest: str) -> None:
-    """Evict the least recently used entries of a model, but its newest, until it is within its quota."""
-    quota = rooms.index.limits().quotas.get(model_id or "")
-    if quota is None or model_id is None:
-        return
-    rooms.index.flush()
-    while rooms.index.held_bytes(model_id) > quota:
+def keep_within(rooms: Rooms, model_id: str | None, newest: str) -> None:
+    """Evict the least recently used entries, but the newest, until its model is within its quota and all in the cap.
+
+    The cap held when the entry was let in; what may have grown since is the index.
+    """
+    limits = rooms.index.limits()
+    quota = limits.quotas.get(model_id or "")
+    if quota is not None and model_id is not None:
+        _evict_while(rooms, lambda: rooms.index.held_bytes(model_id) > quota, model_id, newest)
+    if limits.max_bytes:
+        _evict_while(rooms, lambda: used_bytes(rooms) > limits.max_bytes, None, newest)
+
+
+def _evict_while(rooms: Rooms, is_over: Callable[[], bool], model_id: str | None, newest: str) -> None:
+    if is_over():
+        rooms.index.flush()
+    while is_over():
         oldest = rooms.index.oldest(model_id, but=newest)
         if oldest is None:
             return

@@ -5,7 +5,7 @@ stood there; losing that race to another writer of the same bytes is success.
 """
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from .digest import HASHERS, digest, is_digest
 from .errors import CorruptEntry
@@ -49,6 +49,16 @@ class Blocks:
             raise self._corrupt("the block ended early", digest_, len(buffer), count)
         if verify and digest(self.hash_name, buffer) != digest_:
             raise self._corrupt("the block does not have the bytes of its name", digest_)
+
+    def read_scattered(self, digest_: bytes, size: int, buffers: Sequence[memoryview]) -> None:
+        """Fill `buffers`, `size` bytes in all, with a whole block, unverified. Raises CorruptEntry, OSError."""
+        fd = self._open(digest_, size)
+        try:
+            count = self._fs.read_scattered(fd, buffers)
+        finally:
+            self._fs.close(fd)
+        if count != size:
+            raise self._corrupt("the block ended early", digest_, size, count)
 
     def stream(self, digest_: bytes, size: int, buffer: memoryview, *, verify: bool) -> Iterator[memoryview]:
         """The block in pieces that fit `buffer`, each valid until the next. A wrong digest is raised at the end."""

@@ -15,11 +15,15 @@ import numpy as np
 from kvcodecs.backend import mx
 from kvcodecs.entry import DTYPES
 
+from .memory import ask_for_huge_pages
+
 _UNSIGNED: Final = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
 # safetensors names of the dtypes, by FORMAT code; float64 has none that mx.load would take.
 _SAFETENSORS: Final = ("BOOL", "U8", "U16", "U32", "U64", "I8", "I16", "I32", "I64", "F16", "F32", None, "BF16", "C64")
 _PROBE_BYTES: Final = 64 << 10
 _PATTERN: Final = 0xA5
+# The size of a huge page where there are any; smaller memory has none.
+_HUGE_BYTES: Final = 2 << 20
 
 ByteArray = np.ndarray[Any, np.dtype[Any]]
 
@@ -148,6 +152,8 @@ def _untouched(shape: Sequence[int], code: int) -> mx.array:
     loaded: Any = mx.load(cast(Any, file), format="safetensors", stream=mx.cpu)
     array: mx.array = loaded["a"]
     mx.eval(array)
+    if size >= _HUGE_BYTES:
+        ask_for_huge_pages(writable_view(array))
     return array
 
 

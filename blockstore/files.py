@@ -14,7 +14,7 @@ from kvcodecs.algebra import FIRST_PROVIDER_ID, CodecError, CodecProvider
 from kvcodecs.entry import HeaderEntry, leaves
 from kvcodecs.provider import default_provider
 
-from . import monolith, rows_files, saving
+from . import monolith, preparing, rows_files
 from .blocks import Blocks
 from .errors import CorruptEntry, InvalidInput
 from .fs import FileSystem
@@ -229,7 +229,9 @@ def _prepare(
         raise InvalidInput("unknown layout", field="layout", expected=["monolith", "rows"], found=layout)
     if type(block_bytes) is not int or block_bytes < 1:
         raise InvalidInput("block_bytes must be a positive number", field="block_bytes", found=block_bytes)
-    prepared = saving.prepare(provider, tokens, caches, meta or Meta(), span=1, block_bytes=block_bytes, layout=layout)
+    prepared = preparing.prepare(
+        provider, tokens, caches, meta or Meta(), span=1, block_bytes=block_bytes, layout=layout
+    )
     return replace(prepared, provider_id=provider_id(prepared.caches, provider))
 
 

@@ -16,6 +16,7 @@ from typing import Final
 
 FILE_MODE: Final = 0o600
 DIR_MODE: Final = 0o700
+_MOST_BUFFERS: Final = 512  # of one call; every platform takes at least so many
 _FULL_SYNC: Final[int | None] = getattr(fcntl, "F_FULLFSYNC", None)
 # O_NONBLOCK: opening a FIFO that somebody put in a file's place must not hang; regular files ignore it.
 _READ: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
@@ -53,6 +54,22 @@ class FileSystem:
             if count == 0:
                 break
             done += count
+        return done
+
+    def read_scattered(self, fd: int, buffers: Sequence[memoryview]) -> int:
+        """Fill the buffers one after the other from the beginning of a file; how many bytes there were."""
+        done = 0
+        for first in range(0, len(buffers), _MOST_BUFFERS):
+            batch = list(buffers[first : first + _MOST_BUFFERS])
+            while batch:
+                count = os.preadv(fd, batch, done)
+                if count == 0:
+                    return done
+                done += count
+                while batch and count >= len(batch[0]):
+                    count -= len(batch.pop(0))
+                if count:
+                    batch[0] = batch[0][count:]
         return done
 
     def read_file(self, path: str, limit: int) -> bytes:

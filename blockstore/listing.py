@@ -2,9 +2,12 @@
 
 import msgspec
 
+from .identity import Identity
 from .index import Index
 from .index_rows import EntryRow
 from .limits import Limits
+from .prefixes import prefix_digest
+from .records import scope_of
 from .rooms import Rooms
 
 
@@ -77,6 +80,18 @@ class Stats(msgspec.Struct, frozen=True):
     max_age_s: int
     models: tuple[ModelStats, ...]
     read_only: bool
+
+
+def find(rooms: Rooms, identity: Identity, provider_id: str, packed: bytes, exclude: frozenset[str]) -> Match | None:
+    """The entry with the longest usable prefix of a prompt; `packed` are its tokens."""
+    scope = scope_of(identity.model_id, identity.config_fingerprint, identity.tokenizer_hash, identity.ns, provider_id)
+    found = rooms.index.find(scope, packed, exclude)
+    if found is None:
+        return None
+    limit = "prompt" if found.length == len(packed) // 4 - 1 else "tokens"
+    if found.length == found.entry_length:
+        limit = "entry"
+    return Match(found.entry_id, found.length, found.entry_length, prefix_digest(packed, found.length), limit)
 
 
 def entry_of(entry_id: str, row: EntryRow) -> Entry:

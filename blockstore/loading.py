@@ -5,7 +5,7 @@ from typing import Any
 
 from kvcodecs.algebra import CodecProvider
 
-from . import entries
+from . import entries, history
 from .errors import BlockstoreError, CorruptEntry, EntryGone
 from .index_rows import EntryRow
 from .prefixes import pack_tokens, prefix_digest
@@ -47,7 +47,9 @@ def load(
         _condemn(rooms, entry_id, row, error)
         raise
     rooms.index.touch(entry_id)
-    return restore.loaded(entry_id)
+    loaded = restore.loaded(entry_id)
+    history.remember(loaded.caches, history.of_header(rooms.layout.root, entry_id, header, loaded.token_count))
+    return loaded
 
 
 def _check_prefix(header: Header, length: int | None, prefix: str, entry_id: str) -> None:

@@ -54,7 +54,9 @@ class SaveOptions(TypedDict, total=False):
     """What Store.save and Store.prepare take by name.
 
     layout: "segments", or "rows" (each tensor cut by itself, into blocks of block_bytes). pinned: keep the entry from
-    eviction. attachments, generation_checkpoint: companion state, and where a generation stood.
+    eviction. attachments, generation_checkpoint: companion state, and where a generation stood. parent: a Match, Saved,
+    Loaded or the id of the entry that these caches continue, whose blocks are then taken over unread, but for a sample;
+    caches that were loaded or saved here remember theirs, others (merged ones, extracted rows) need it named.
     """
 
     layout: str
@@ -62,6 +64,7 @@ class SaveOptions(TypedDict, total=False):
     pinned: bool
     attachments: Sequence[Attachment]
     generation_checkpoint: GenerationCheckpoint | None
+    parent: Any
 
 
 def meta_of(header: Header, attachments: tuple[Attachment, ...]) -> Meta:

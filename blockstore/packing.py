@@ -1,8 +1,10 @@
 """From snapshots to the bytes of blocks, and to the header that names them. No mlx: plain memory only."""
 
 import functools
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -11,6 +13,7 @@ from kvcodecs.entry import BlockRef, HeaderEntry, Slot, leaves, replace_leaves
 
 from . import cut, records
 from .buffers import ByteArray, Scratch, flat_views
+from .history import Taken
 from .identity import Identity, versions_of
 from .placing import companions
 from .prefixes import unpack_tokens
@@ -26,7 +29,9 @@ class Prepared:
 
     It shares the caches' memory, so their next step in place copies them; commit it, or drop it, soon. `tokens` are
     packed as u32 LE, `attachments` described without blocks; `views` has one array of unsigned integers for each
-    tensor, those of the attachments numbered as leaves behind the caches'.
+    tensor, those of the attachments numbered as leaves behind the caches'. `taken` says for each group (or for none)
+    what is taken over from an entry that the caches continue: the views of its tensors begin behind that. `sources` are
+    the cache objects, which learn of the entry once it is committed.
     """
 
     identity: Identity
@@ -39,19 +44,31 @@ class Prepared:
     plan: cut.CutPlan
     views: dict[cut.Ref, ByteArray]
     pinned: bool = False
+    taken: tuple[Taken, ...] = ()
+    sources: tuple["weakref.ref[Any]", ...] = ()
 
     @property
     def logical_bytes(self) -> int:
-        return sum(view.nbytes for view in self.views.values())
+        return sum(slot.bytes for entry in self.flat for slot in entry.tensors)
+
+    @property
+    def flat(self) -> list[HeaderEntry]:
+        """The caches' leaves, and the attachments as further ones."""
+        return [*leaves(self.caches), *companions(self.attachments)]
 
 
 @dataclass(frozen=True)
 class _Job:
-    """One block to make: tokens start … stop of a group, or elements start … stop of one tensor."""
+    """One block to make, of `size` bytes: tokens start … stop of a group, or elements start … stop of one tensor.
+
+    Both count from the first row that the views have. A block with a digest is taken over, and cannot be made.
+    """
 
     part: cut.Part
     start: int
     stop: int
+    size: int
+    digest: bytes | None = None
 
 
 def placed(prepared: Prepared) -> Iterator[tuple[cut.Ref, Slot]]:
@@ -103,7 +120,7 @@ class Packer:
 
     def __init__(self, prepared: Prepared) -> None:
         self.prepared = prepared
-        self._jobs = list(_jobs(prepared.plan))
+        self._jobs = list(_jobs(prepared))
         self._scratch = Scratch()
 
     def __len__(self) -> int:
@@ -111,11 +128,11 @@ class Packer:
 
     def size(self, number: int) -> int:
         """Bytes of a block."""
-        job, views = self._jobs[number], self.prepared.views
-        if isinstance(job.part, cut.LoosePlan):
-            return (job.stop - job.start) * views[job.part.tensor].itemsize
-        axis = job.part.axis
-        return sum((job.stop - job.start) * (views[ref].nbytes // views[ref].shape[axis]) for ref in job.part.tensors)
+        return self._jobs[number].size
+
+    def taken(self) -> dict[int, bytes]:
+        """Number and digest of the blocks that are taken over, and need not (and cannot) be packed."""
+        return {number: job.digest for number, job in enumerate(self._jobs) if job.digest is not None}
 
     @property
     def largest(self) -> int:
@@ -171,7 +188,7 @@ class Packer:
     ) -> tuple[tuple[HeaderEntry, ...], tuple[records.Attachment, ...]]:
         """Entries and attachments with every slot saying where its bytes are: a token axis, or blocks of its own."""
         prepared = self.prepared
-        flat = [*leaves(prepared.caches), *companions(prepared.attachments)]
+        flat = prepared.flat
         slots: dict[cut.Ref, Slot] = dict(cut.numbered(flat) if ours else placed(prepared))
         for part, own in self._by_part(digests):
             if isinstance(part, cut.GroupPlan):
@@ -199,9 +216,20 @@ def _made_with() -> dict[str, str]:
     return versions_of()
 
 
-def _jobs(plan: cut.CutPlan) -> Iterator[_Job]:
-    for part in plan.parts:
-        start = 0
-        for count in part.counts:
-            yield _Job(part, start, start + count)
-            start += count
+def _jobs(prepared: Prepared) -> Iterator[_Job]:
+    flat = prepared.flat
+    taken = prepared.taken or (Taken(),) * len(prepared.plan.groups)
+    for group, known in zip(prepared.plan.groups, taken, strict=True):
+        width = sum(cut.token_bytes(flat[leaf].tensors[index], group.axis) for leaf, index in group.tensors)
+        yield from _part_jobs(group, group.counts, width, known)
+    for loose in prepared.plan.loose:
+        leaf, index = loose.tensor
+        yield from _part_jobs(loose, loose.counts, flat[leaf].tensors[index].item_size, Taken())
+
+
+def _part_jobs(part: cut.Part, counts: Sequence[int], width: int, known: Taken) -> Iterator[_Job]:
+    start = -known.tokens
+    for number, count in enumerate(counts):
+        digest = known.digests[number] if number < len(known.digests) else None
+        yield _Job(part, start, start + count, count * width, digest)
+        start += count

@@ -6,6 +6,7 @@ A plan is made, and every block's size looked at, before any array is allocated:
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import zip_longest
 from math import prod
 from typing import Any, Final
 
@@ -20,12 +21,14 @@ from .records import Attachment, Group, Header, token_bytes
 
 # A segment is read whole before it is spread over its tensors; ours stay below twice the target block size.
 _SEGMENT_LIMIT_BYTES: Final = 64 << 20
+# Below that a system call with many short runs costs more than reading at once and copying.
+_LEAST_RUN_BYTES: Final = 2 << 10
 
 
 class Target:
     """One tensor being restored. Its live part, in bytes, is [what stands before the token axis][tokens][behind it].
 
-    `live` views that part of `array`; both are there after allocate().
+    `live` views that part of `array`; both are there after allocate(). Whoever fills it calls blank(), too.
     """
 
     def __init__(self, tensor: Slot, axis: int | None) -> None:
@@ -34,20 +37,21 @@ class Target:
         self.shape = _outer_rows_inner(tensor, tensor.shape, axis)
         self.array: Any = None
         self.live: ByteArray = np.empty(0, np.uint8)
+        self._beyond: ByteArray = np.empty(0, np.uint8)
 
     def allocate(self, capacity: tuple[int, ...] | None) -> None:
-        """Make the array, of shape `capacity` (None: the tensor's own); what lies beyond the live tokens is zero.
-
-        On the caller's thread.
-        """
+        """Make the array, of shape `capacity` (None: the tensor's own). On the caller's thread."""
         capacity = self._tensor.shape if capacity is None else capacity
         self.array = unfilled(capacity, self._tensor.dtype)
         if prod(capacity) == 0:
             return
         data = writable_view(self.array).reshape(-1).view(np.uint8)
         whole = data.reshape(_outer_rows_inner(self._tensor, capacity, self._axis))
-        whole[:, self.shape[1] :] = 0
-        self.live = whole[:, : self.shape[1]]
+        self.live, self._beyond = whole[:, : self.shape[1]], whole[:, self.shape[1] :]
+
+    def blank(self) -> None:
+        """Zero what lies beyond the live tokens."""
+        self._beyond[...] = 0
 
     def allocate_host(self) -> ByteArray:
         """Make plain memory instead of an array; the whole tensor as unsigned integers of its item size."""
@@ -60,12 +64,16 @@ class Target:
 
 @dataclass(frozen=True)
 class Read:
-    """One block to read. `place(data, offset)` takes its bytes from `offset` on; all at once where `whole`."""
+    """One block to read. `place(data, offset)` takes its bytes from `offset` on; all at once where `whole`.
+
+    `rows()` is where they go directly, piece by piece in the order of the block; None where that does not pay.
+    """
 
     digest: bytes
     size: int
     place: Callable[[ByteArray, int], None]
     whole: bool
+    rows: Callable[[], list[memoryview] | None] | None = None
 
 
 def targets(entries: Sequence[HeaderEntry]) -> list[list[Target]]:
@@ -81,9 +89,12 @@ def companions(attachments: Sequence[Attachment]) -> list[HeaderEntry]:
 def reads(header: Header, wanted: Sequence[Sequence[Target]]) -> Iterator[Read]:
     """The blocks that `wanted` needs, and where their bytes go; blocks that hold only later tokens are left out."""
     flat = [*leaves(header.caches), *companions(header.attachments)]
+    by_group = []
     for group in header.segments or ():
         slots = [flat[leaf].tensors[index] for leaf, index in group.tensors]
-        yield from _group_reads(group, slots, [wanted[leaf][index] for leaf, index in group.tensors])
+        by_group.append(_group_reads(group, slots, [wanted[leaf][index] for leaf, index in group.tensors]))
+    # By turns: threads that fill neighbouring parts of one array at once wait for each other's new pages.
+    yield from (read for turn in zip_longest(*by_group) for read in turn if read is not None)
     for leaf, entry in enumerate(flat):
         for index, tensor in enumerate(entry.tensors):
             if tensor.blocks:
@@ -113,7 +124,8 @@ def _group_reads(group: Group, slots: Sequence[Slot], into: Sequence[Target]) ->
         size = tokens * sum(widths)
         if size > _SEGMENT_LIMIT_BYTES:
             raise UnsupportedFormat("a segment is too large", expected=f"≤ {_SEGMENT_LIMIT_BYTES} bytes", found=size)
-        yield Read(bytes.fromhex(name), size, _SegmentPlacer(into, widths, start, tokens), whole=True)
+        placer = _SegmentPlacer(into, widths, start, tokens)
+        yield Read(bytes.fromhex(name), size, placer, whole=True, rows=placer.rows)
         start += tokens
 
 
@@ -135,6 +147,15 @@ class _SegmentPlacer:
             keep = min(self.tokens, live - self.start)
             np.copyto(target.live[:, self.start : self.start + keep], part[:, :keep])
             at += size
+
+    def rows(self) -> list[memoryview] | None:
+        """The memory of each run of bytes that stands together; None where some tokens stay away, or runs are short."""
+        live = self.into[0].shape[1]
+        runs = sum(target.shape[0] for target in self.into)
+        if self.start + self.tokens > live or self.tokens * sum(self.widths) < runs * _LEAST_RUN_BYTES:
+            return None
+        stop = self.start + self.tokens
+        return [memoryview(row).cast("B") for target in self.into for row in target.live[:, self.start : stop]]
 
 
 def _loose_reads(tensor: Slot, axis: int | None, into: Target) -> Iterator[Read]:

@@ -1,40 +1,23 @@
-"""Save: from a cache list to a committed entry (DESIGN 4, Save).
-
-prepare() touches mlx, on the caller's thread; commit() sees plain memory only and may run on any thread.
-"""
+"""Save: from a prepared snapshot to a committed entry (DESIGN 4, Save). Plain memory only; any thread."""
 
 import contextlib
 import os
 import threading
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 
-from kvcodecs import geometry
-from kvcodecs.algebra import CodecError, CodecProvider, SnapshotContext
-from kvcodecs.backend import mx
-from kvcodecs.codec import array_slot
-from kvcodecs.entry import HeaderEntry, leaves
-
-from . import admission, cut, records
-from .buffers import host_views
+from . import admission, history
 from .digest import digest
 from .entries import implied_row
-from .errors import BlockstoreError, InvalidInput, StoreFull
+from .errors import BlockstoreError, EntryGone, StoreFull
 from .fs import is_full
 from .header import encode_header
-from .identity import Identity
 from .index_rows import EntryRow
-from .layout import StoreConfig
 from .leases import Lease
-from .meta import Attachment, Meta, SaveOptions
 from .packing import Packer, Prepared
-from .placing import companions
-from .prefixes import pack_tokens
-from .records import GenerationCheckpoint, scope_of
+from .records import scope_of
 from .rooms import MARGINS, Rooms
 from .workers import spread
 
@@ -53,121 +36,37 @@ class Saved(msgspec.Struct, frozen=True):
     seconds: float
 
 
-@dataclass(frozen=True)
-class _Choices:
-    """SaveOptions with their defaults; an unknown name is a TypeError, as for any call."""
+class HistoryLost(EntryGone):
+    """Blocks of the entry that a snapshot continues are not in the store any more, and the snapshot is without them."""
 
-    layout: str = "segments"
-    block_bytes: int | None = None
-    pinned: bool = False
-    attachments: Any = ()
-    generation_checkpoint: GenerationCheckpoint | None = None
-
-    def __post_init__(self) -> None:
-        if self.block_bytes is not None and (type(self.block_bytes) is not int or self.block_bytes < 1):
-            raise InvalidInput("block_bytes must be a number of bytes", field="block_bytes", found=self.block_bytes)
-        if self.layout not in ("segments", "rows"):
-            raise InvalidInput("unknown cut", field="layout", expected=["segments", "rows"], found=self.layout)
-        if not isinstance(self.attachments, Sequence):
-            found = type(self.attachments).__name__
-            raise InvalidInput("attachments must be a list", field="attachments", found=found)
-
-
-def prepare_for(
-    config: StoreConfig,
-    provider: CodecProvider,
-    tokens: Sequence[int] | Any,
-    caches: Sequence[object],
-    identity: Identity,
-    options: SaveOptions,
-) -> Prepared:
-    """prepare() as a store does it. Raises InvalidInput."""
-    chosen = _Choices(**options)
-    meta = Meta(
-        model_id=identity.model_id,
-        config_fingerprint=identity.config_fingerprint,
-        tokenizer_hash=identity.tokenizer_hash,
-        ns=identity.ns,
-        attachments=tuple(chosen.attachments),
-        generation_checkpoint=chosen.generation_checkpoint,
-    )
-    return prepare(
-        provider,
-        tokens,
-        caches,
-        meta,
-        span=config.span,
-        block_bytes=chosen.block_bytes or config.block_bytes,
-        layout=chosen.layout,
-        pinned=chosen.pinned,
-    )
-
-
-def prepare(
-    provider: CodecProvider,
-    tokens: Sequence[int] | Any,
-    caches: Sequence[object],
-    meta: Meta,
-    *,
-    provider_id: str | None = None,
-    span: int,
-    block_bytes: int,
-    layout: str = "segments",
-    pinned: bool = False,
-) -> Prepared:
-    """Snapshot `caches`, evaluate the snapshot and take byte views. Call on the thread that made the arrays.
-
-    layout "segments" takes only rows that hold tokens; "rows" and "monolith" keep rings as they lie ("monolith" cuts
-    nothing). Raises InvalidInput where the caches cannot be saved or do not encode `tokens`.
-    """
-    _check_arguments(caches, meta)
-    packed = pack_tokens(tokens)
-    if not packed:
-        raise InvalidInput("an entry needs at least one token", field="tokens", found=[])
-    context = SnapshotContext(len(packed) // 4, whole_ring=layout != "segments")
-    try:
-        snapshots = provider.snapshot(caches, context)
-    except CodecError as error:
-        raise InvalidInput(str(error), field="caches") from error
-    entries = tuple(snapshot.entry for snapshot in snapshots)
-    _check_entries(entries, context.token_count)
-    attachments = tuple(_described(attachment) for attachment in meta.attachments)
-    flat = [*leaves(entries), *companions(attachments)]
-    arrays = [array for snapshot in snapshots for array in snapshot.arrays]
-    arrays += [array for attachment in meta.attachments for array in attachment.tensors]
-    views = dict(zip((ref for ref, _ in cut.numbered(flat)), host_views(arrays), strict=True))
-    return Prepared(
-        identity=meta.identity,
-        provider_id=provider_id or provider.id,
-        tokens=packed,
-        caches=entries,
-        attachments=attachments,
-        generation_checkpoint=meta.generation_checkpoint,
-        created_at_ms=meta.created_at_ms,
-        plan=cut.plan(layout, flat, span, block_bytes),
-        views=views,
-        pinned=pinned,
-    )
+    default_hint = "Prepare again: everything is looked at then."
 
 
 def commit(rooms: Rooms, prepared: Prepared) -> Saved:
     """Write what is new of `prepared` and publish it. A failure undoes everything and is raised."""
-    began = time.perf_counter()
     try:
-        lease = rooms.leases.take()
-        try:
-            return _Saver(rooms, prepared, lease, began).run()
-        except BaseException:
-            with _left_to_gc():
-                rooms.index.reap(lease.id, rooms.unlink_header)
-            raise
-        finally:
-            with _left_to_gc():
-                lease.release()
+        saved = _commit(rooms, prepared)
     except OSError as error:
         if is_full(error):
             raise StoreFull("no space is left for the entry", path=rooms.layout.root) from error
         raise
+    with _left_to_gc():
+        admission.keep_within(rooms, prepared.identity.model_id, saved.entry_id)
+    return saved
+
+
+def _commit(rooms: Rooms, prepared: Prepared) -> Saved:
+    began = time.perf_counter()
+    lease = rooms.leases.take()
+    try:
+        return _Saver(rooms, prepared, lease, began).run()
+    except BaseException:
+        with _left_to_gc():
+            rooms.index.reap(lease.id, rooms.unlink_header)
+        raise
+    finally:
+        with _left_to_gc():
+            lease.release()
 
 
 def _left_to_gc() -> contextlib.suppress:
@@ -193,11 +92,13 @@ class _Saver:
         self.staged: set[bytes] = set()
         self.roomy = False
         self.placed: set[bytes] = set()
+        self.taken: set[bytes] = set()
         self._lock = threading.Lock()
 
     def run(self) -> Saved:
         self.roomy = admission.has_room(self.rooms, self._most_bytes())
-        spread(range(len(self.packer)), self._stage, MARGINS.threads_for(self.packer.largest))
+        self._take_over()
+        spread(self._to_make(), self._stage, MARGINS.threads_for(self.packer.largest))
         sizes = {name: self.packer.size(number) for name, number in self.made_from.items()}
         now_ms = time.time_ns() // 1_000_000
         header = self.packer.header(self.digests, block_hash=self.rooms.blocks.hash_name, created_at_ms=now_ms)
@@ -212,6 +113,7 @@ class _Saver:
         self._place(missing)
         self._write_header(data)
         self._publish(implied_row(header, len(data), pinned=self.prepared.pinned, used_at_ms=now_ms))
+        self._leave_history()
         written = sum(sizes[name] for name in self.placed)
         return Saved(
             entry_id=self.lease.id,
@@ -224,6 +126,24 @@ class _Saver:
             blocks_reused=len(sizes) - len(self.placed),
             seconds=time.perf_counter() - self.began,
         )
+
+    def _take_over(self) -> None:
+        """Believe, until the reservation decides, the blocks of the entry that the caches continue."""
+        for number, name in self.packer.taken().items():
+            self.digests[number] = name
+            self.made_from.setdefault(name, number)
+            self.taken.add(name)
+
+    def _to_make(self) -> list[int]:
+        return [number for number, name in enumerate(self.digests) if not name]
+
+    def _leave_history(self) -> None:
+        """The caches at hand have become what is stored: their next save makes only what comes now."""
+        plan, caches, tokens = self.prepared.plan, self.prepared.caches, self.prepared.tokens
+        if plan.groups:
+            root = self.rooms.layout.root
+            known = history.of_plan(root, self.lease.id, tokens, plan, caches, self.digests)
+            history.remember(standing_sources(self.prepared), known)
 
     def _stage(self, number: int) -> None:
         """Pack and digest one block; write it to a temporary unless the index knows it or this save made it before."""
@@ -244,7 +164,8 @@ class _Saver:
 
     def _most_bytes(self) -> int:
         """What the save takes if nothing of it is there yet; its header apart, for which room is made later."""
-        return self._on_disk(map(self.packer.size, range(len(self.packer))))
+        taken = self.packer.taken()
+        return self._on_disk(self.packer.size(number) for number in range(len(self.packer)) if number not in taken)
 
     def _header_bytes(self, length: int) -> int:
         """What a header takes on the disk, with a folder if it is the first of its identity."""
@@ -267,6 +188,9 @@ class _Saver:
             self.rooms.blocks.sync()
 
     def _ready(self, name: bytes) -> None:
+        if name in self.taken:
+            history.forget(standing_sources(self.prepared))
+            raise HistoryLost("blocks of the entry that the caches continue are gone", digest=name.hex())
         if name not in self.staged:
             self._write_temporary(name, self.packer.pack(self.made_from[name]))
         if self.rooms.layout.durable:
@@ -304,67 +228,8 @@ class _Saver:
             self._place(done.lost)
         with _left_to_gc():
             self.rooms.finish_doomed((entry_id, self.scope) for entry_id in done.replaced)
-            admission.keep_quota(self.rooms, entry.model_id, self.lease.id)
 
 
-def _check_arguments(caches: object, meta: object) -> None:
-    """Raise InvalidInput for what no header could hold, or no reader would take."""
-    if not isinstance(caches, Sequence) or isinstance(caches, str):
-        raise InvalidInput("caches must be a list, one for each layer", field="caches", found=type(caches).__name__)
-    if not isinstance(meta, Meta):
-        raise InvalidInput("meta must be a Meta", field="meta", found=type(meta).__name__)
-    _check_attachments(meta.attachments)
-    if meta.generation_checkpoint is not None:
-        _check_checkpoint(meta.generation_checkpoint)
-
-
-def _check_attachments(attachments: Any) -> None:
-    if not isinstance(attachments, Sequence):
-        found = type(attachments).__name__
-        raise InvalidInput("attachments must be a list", field="attachments", found=found)
-    for number, attachment in enumerate(attachments):
-        field = f"attachments[{number}]"
-        if not isinstance(attachment, Attachment) or type(attachment.schema) is not str:
-            raise InvalidInput("attachments are Attachments with a text as schema", field=field, found=attachment)
-        tensors: Any = attachment.tensors
-        if not isinstance(tensors, Sequence) or not all(isinstance(tensor, mx.array) for tensor in tensors):
-            found = type(tensors).__name__
-            raise InvalidInput("tensors must be a list of mlx arrays", field=f"{field}.tensors", found=found)
-
-
-def _check_checkpoint(checkpoint: object) -> None:
-    field = "generation_checkpoint"
-    if not isinstance(checkpoint, GenerationCheckpoint):
-        found = type(checkpoint).__name__
-        raise InvalidInput("a checkpoint must be a GenerationCheckpoint", field=field, found=found)
-    try:
-        msgspec.convert(msgspec.to_builtins(checkpoint), GenerationCheckpoint)
-    except (msgspec.ValidationError, TypeError) as error:
-        raise InvalidInput(f"not a sound checkpoint: {error}", field=field) from error
-
-
-def _described(attachment: Attachment) -> records.Attachment:
-    return records.Attachment(attachment.schema, attachment.metadata, tuple(map(array_slot, attachment.tensors)))
-
-
-def _check_entries(entries: Sequence[HeaderEntry], token_count: int) -> None:
-    if not entries:
-        raise InvalidInput("there is no cache to save", field="caches", found=[])
-    if all(entry.is_empty for entry in entries):
-        raise InvalidInput("every cache is empty; prefill first", field="caches")
-    for layer, entry in enumerate(leaves(entries)):
-        geometry_ = geometry.KINDS.get(entry.kind)
-        if geometry_ is not None:
-            try:
-                geometry_.check(entry)
-            except geometry.BadEntry as error:
-                raise InvalidInput(f"cache {layer} ({entry.kind}) is not sound: {error}", field="caches") from error
-        behind = token_count - entry.offset
-        if entry.tensors and not 0 <= behind <= (geometry_.may_trail if geometry_ is not None else 0):
-            raise InvalidInput(
-                f"cache {layer} ({entry.kind}) does not encode the tokens given",
-                field="tokens",
-                expected=f"{entry.offset} tokens, the cache's offset",
-                found=f"{token_count} tokens",
-                hint="Pass the tokens that the caches hold: prompt and generated, without the last sampled one.",
-            )
+def standing_sources(prepared: Prepared) -> list[object]:
+    """The cache objects of a snapshot that are still there."""
+    return [cache for cache in (source() for source in prepared.sources) if cache is not None]

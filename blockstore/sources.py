@@ -26,6 +26,7 @@ class BlockSource:
 
     def __init__(self, blocks: Blocks, header: Header, targets: Sequence[Sequence[placing.Target]]) -> None:
         self._blocks = blocks
+        self._targets = [target for own in targets for target in own]
         self._reads = list(placing.reads(header, targets))
         self._largest = max((read.size if read.whole else _PIECE_BYTES for read in self._reads), default=0)
         self._scratch = Scratch()
@@ -46,9 +47,13 @@ class BlockSource:
             self._read(read, verify)
 
         spread(self._reads, read_one, MARGINS.threads_for(self._largest))
+        _blank(self._targets)
 
     def _read(self, read: placing.Read, verify: bool) -> None:
-        if read.whole:
+        rows = read.rows() if read.rows is not None and not verify else None
+        if rows is not None:
+            self._blocks.read_scattered(read.digest, read.size, rows)
+        elif read.whole:
             data = self._scratch.take(read.size)
             self._blocks.read(read.digest, data.data, verify=verify)
             read.place(data, 0)
@@ -73,6 +78,7 @@ class FileSource:
         self._fd = fd
         self._path = path
         self._header = header
+        self._targets = [target for own in targets for target in own]
         self._reads = list(placing.pieces(header, targets, _PIECE_BYTES))
         self._scratch = Scratch()
         self._stop: threading.Event | None = None
@@ -90,6 +96,7 @@ class FileSource:
         if verify:
             self._verify()
         spread(self._reads, self._read, MARGINS.threads)
+        _blank(self._targets)
 
     def _read(self, read: placing.FileRead) -> None:
         data = self._scratch.take(read.size)
@@ -113,6 +120,11 @@ class FileSource:
                     expected=slot.hash,
                     found=f"{value:016x}",
                 )
+
+
+def _blank(targets: Sequence[placing.Target]) -> None:
+    """Last: most of the pages that hold what lies beyond the live tokens have been touched by then, by all threads."""
+    spread(targets, placing.Target.blank, MARGINS.threads)
 
 
 def _check_running(stop: threading.Event | None) -> None:

@@ -1,7 +1,6 @@
 """The store: save, find, load, restore, remove, collect.
 
-Opening a store deletes nothing. What touches mlx is imported when it is first needed, so that the commands that only
-look or collect start without it.
+What touches mlx is imported when it is first needed, so that the commands that only look or collect start without it.
 """
 
 import contextlib
@@ -22,10 +21,9 @@ from .index_rows import EntryRow
 from .layout import Durability, StoreConfig
 from .leases import is_id
 from .limits import Limits
-from .listing import Entry, Match, Stats, entry_of, stats_of
+from .listing import Entry, Match, Stats, entry_of, find, stats_of
 from .meta import SaveOptions
-from .prefixes import pack_tokens, prefix_digest
-from .records import scope_of
+from .prefixes import pack_tokens
 from .rooms import MARGINS, Deadline, Rooms
 from .space import Space, space
 
@@ -157,22 +155,34 @@ class Store:
         Raises InvalidInput, NotPermitted (nothing written), StoreFull, StoreBusy, StoreBroken, OSError (nothing
         committed).
         """
-        return self.commit(self.prepare(tokens, caches, identity, **options))
+        from . import preparing, saving  # bring mlx
+
+        self._check_writable()
+        given = (self._rooms, self.provider, tokens, caches, _checked_identity(identity), options)
+        try:
+            return saving.commit(self._rooms, preparing.prepare_for(*given))
+        except saving.HistoryLost:
+            return saving.commit(self._rooms, preparing.prepare_for(*given, continues=False))
 
     def prepare(
         self, tokens: Sequence[int] | Any, caches: Sequence[object], identity: Identity, **options: Unpack[SaveOptions]
     ) -> "Prepared":
         """The half of save that touches mlx: a snapshot that later steps of the caches do not change.
 
-        Call on the thread that owns the caches. It shares their memory, so their next step in place costs a copy.
+        Call on the thread that owns the caches. Where they continue an entry (see SaveOptions) only what is new is
+        copied out; otherwise it shares their memory, so that their next step in place costs a copy.
         """
-        from . import saving  # brings mlx
+        from . import preparing  # brings mlx
 
         self._check_writable()
-        return saving.prepare_for(self.config, self.provider, tokens, caches, _checked_identity(identity), options)
+        given = (self._rooms, self.provider, tokens, caches, _checked_identity(identity), options)
+        return preparing.prepare_for(*given, copy=True)
 
     def commit(self, prepared: "Prepared") -> "Saved":
-        """The half of save that writes; from any thread. Raises as save()."""
+        """The half of save that writes; from any thread. Raises as save().
+
+        EntryGone where what the caches continue went meanwhile: prepare again, everything is looked at then.
+        """
         from . import saving  # brings mlx
 
         self._check_writable()
@@ -354,18 +364,8 @@ class Store:
 
     def _find(self, packed: bytes, identity: Identity, exclude: frozenset[str]) -> Match | None:
         self._check_open()
-        _checked_identity(identity)
         provider_id = self._provider.id if self._provider is not None else DEFAULT_PROVIDER_ID
-        scope = scope_of(
-            identity.model_id, identity.config_fingerprint, identity.tokenizer_hash, identity.ns, provider_id
-        )
-        found = self._rooms.index.find(scope, packed, exclude)
-        if found is None:
-            return None
-        limit = "prompt" if found.length == len(packed) // 4 - 1 else "tokens"
-        if found.length == found.entry_length:
-            limit = "entry"
-        return Match(found.entry_id, found.length, found.entry_length, prefix_digest(packed, found.length), limit)
+        return find(self._rooms, _checked_identity(identity), provider_id, packed, exclude)
 
     def _row(self, entry_id: str) -> EntryRow:
         row = self._rooms.index.entry(_checked_id(entry_id))

@@ -19,11 +19,11 @@ MAX_COLUMNS = 120
 LEVELS = [
     ["errors"],
     ["fs", "digest", "wyhash", "jsontext"],
-    ["locks", "workers", "index_rows", "wyhash_many", "stamp", "probe", "transaction"],
+    ["memory", "locks", "workers", "index_rows", "wyhash_many", "stamp", "probe", "transaction"],
     ["records", "rules", "parse", "header", "identity", "environment"],
     ["cut", "blocks", "buffers", "prefixes", "leases", "placing", "meta", "header_files"],
-    ["limits", "quotas", "packing", "restoring", "walk"],
-    ["ledger"],
+    ["limits", "quotas", "history", "restoring", "walk"],
+    ["ledger", "packing"],
     ["index", "layout", "monolith"],
     ["rooms"],
     ["entries", "sources", "listing"],
@@ -31,7 +31,7 @@ LEVELS = [
     ["full_mark", "space"],
     ["collect", "check", "report"],
     ["admission"],
-    ["saving", "loading"],
+    ["preparing", "saving", "loading"],
     ["files"],
     ["moving"],
     ["opening"],
@@ -42,7 +42,18 @@ LEVELS = [
     ["__init__", "__main__"],
 ]
 # These handle arrays. No other room imports mlx, nor more of kvcodecs than what describes a cache.
-WITH_ARRAYS = {"buffers", "placing", "packing", "restoring", "monolith", "rows_files", "sources", "saving", "loading"}
+WITH_ARRAYS = {
+    "buffers",
+    "placing",
+    "packing",
+    "restoring",
+    "monolith",
+    "rows_files",
+    "sources",
+    "preparing",
+    "saving",
+    "loading",
+}
 WITH_ARRAYS |= {"files", "moving", "demo"}
 # These may import mlx inside a function, so that a command that needs no array starts without it.
 LAZY = {"store", "cli", "cli_move", "__init__", "__main__"}

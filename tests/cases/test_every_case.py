@@ -23,12 +23,15 @@ def promises_by_case() -> dict[int, list[str]]:
     return found
 
 
+PROMISES = promises_by_case()
+
+
 @pytest.mark.parametrize("number", CASES)
 def test_the_case_has_a_test_that_says_what_is_promised(number: int) -> None:
-    promises = promises_by_case()[number]
+    promises = PROMISES[number]
     assert promises
     assert [promise for promise in promises if promise.count("_") < 4] == [], "a promise is a sentence"
 
 
 def test_no_test_names_a_case_that_there_is_not() -> None:
-    assert set(promises_by_case()) <= set(range(1, 44))
+    assert set(PROMISES) <= set(range(1, 44))

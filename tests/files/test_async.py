@@ -22,7 +22,7 @@ from blockstore import (
     restoring,
     save_kv_cache,
     save_kv_cache_async,
-    saving,
+    preparing,
 )
 from blockstore.fs import FileSystem
 from cache_cases import facts
@@ -78,7 +78,7 @@ class Domain:
         self.inside: dict[str, set[bool]] = {}
         self.threads: dict[str, set[int]] = {}
         for home, name in (
-            (saving, "prepare"),
+            (preparing, "prepare"),
             (restoring.Restore, "allocate"),
             (restoring.Restore, "loaded"),
             (monolith, "hash_all"),
@@ -152,7 +152,7 @@ def without_blocks(folder: Path) -> dict[str, bytes]:
     return {name: data for name, data in tree(folder).items() if not name.startswith("blocks/")}
 
 
-# ---- saving
+# ---- preparing
 
 
 @each_layout

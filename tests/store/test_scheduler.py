@@ -20,7 +20,7 @@ from unittest import mock
 import pytest
 
 import kvcodecs
-from blockstore import CacheMiss, EntryGone, Store, StoreFull, admission, check, leases, probe, saving
+from blockstore import CacheMiss, EntryGone, Store, StoreFull, admission, check, leases, preparing, probe
 from blockstore.blocks import Blocks
 from blockstore.environment import Environment
 from blockstore.errors import BlockstoreError
@@ -59,7 +59,7 @@ def prepared(content: Content, pinned: bool = False) -> Any:
     caches = MODELS[content.model](content.tokens)
     meta = Meta(model_id="model", config_fingerprint="config", tokenizer_hash="tokenizer", ns=content.ns)
     provider = kvcodecs.default_provider()
-    return saving.prepare(provider, content.tokens, caches, meta, span=4, block_bytes=1024, pinned=pinned)
+    return preparing.prepare(provider, content.tokens, caches, meta, span=4, block_bytes=1024, pinned=pinned)
 
 
 @functools.cache
