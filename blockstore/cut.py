@@ -94,8 +94,10 @@ def token_bytes(tensor: Slot, axis: int) -> int:
 
 def position_counts(runs: Iterable[Run], span: int) -> tuple[int, ...]:
     """Tokens of each block: cut where the absolute position reaches a multiple of span, and between runs."""
-    counts = []
-    for run in _merged(runs):
+    merged, counts = _merged(runs), list[int]()
+    if len(merged) == 1 and merged[0].position % span == 0:
+        return default_counts(merged[0].length, span)
+    for run in merged:
         position, left = run.position, run.length
         while left:
             count = min(span - position % span, left)

@@ -4,7 +4,7 @@ import functools
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -57,8 +57,7 @@ class Prepared:
         return [*leaves(self.caches), *companions(self.attachments)]
 
 
-@dataclass(frozen=True)
-class _Job:
+class _Job(NamedTuple):
     """One block to make, of `size` bytes: tokens start … stop of a group, or elements start … stop of one tensor.
 
     Both count from the first row that the views have. A block with a digest is taken over, and cannot be made.
@@ -134,7 +133,7 @@ class Packer:
         """Number and digest of the blocks that are taken over, and need not (and cannot) be packed."""
         return {number: job.digest for number, job in enumerate(self._jobs) if job.digest is not None}
 
-    @property
+    @functools.cached_property
     def largest(self) -> int:
         """Bytes of the largest block."""
         return max(map(self.size, range(len(self))), default=0)

@@ -1,13 +1,15 @@
 """The token-chain index: the longest stored prefix of a prompt, without opening a header.
 
-Every entry has one row for each boundary, that is after every 64 tokens, from which something of it may be reused:
+Every entry has one row for each boundary, that is after every 64 tokens:
 
     h_i (16) | needed (1) | the next 64 tokens, big-endian, fewer at the end | entry id (16)   ->   entry length
 
 h_0 is the scope, h_i the blake3 of h_{i-1} and the i-th 64 tokens. Rows under one boundary are sorted by what follows,
 so the one that agrees longest with a prompt stands next to where the prompt itself would. `needed` says how many of
-the following tokens must agree before the row is of any use: all of them for an entry that does not shorten (it has
-one row, at its end), the way up to minimumReusableOffset, otherwise none. Rows of equal need stand together.
+the following tokens must agree before the row is of any use: all of them at the end of an entry that does not shorten,
+the way up to minimumReusableOffset, otherwise none. Rows of equal need stand together. Where nothing of the entry may
+be reused from there, the row has need 255 and no tokens: it only says that an entry goes on, so that the deepest
+boundary that a prompt shares with any entry is found by halving.
 """
 
 import struct
@@ -25,6 +27,7 @@ from .transaction import Cursor
 CHUNK_TOKENS: Final = 64
 # After fewer than 64 tokens: no token id reaches it, so a row never agrees with a prompt beyond its own end.
 _END: Final = b"\xff\xff\xff\xff"
+_PASSES: Final = b"\xff"  # a need that no row can meet
 MAX_TOKEN: Final = 0xFFFFFFFE
 _HASH_BYTES: Final = 16
 _ID_BYTES: Final = 16
@@ -85,10 +88,16 @@ def _checked_array(tokens: Any) -> Any:
 def chain(scope: str, packed: bytes, boundaries: int) -> list[bytes]:
     """h_0 … h_boundaries of the tokens in `packed`."""
     hashes = [bytes.fromhex(scope)]
-    for i in range(boundaries):
-        chunk = packed[i * _CHUNK_BYTES : (i + 1) * _CHUNK_BYTES]
-        hashes.append(blake3(hashes[-1] + chunk).digest(_HASH_BYTES))
+    _extend(hashes, packed, boundaries)
     return hashes
+
+
+def _extend(hashes: list[bytes], packed: bytes, boundary: int) -> None:
+    """Go on with a chain up to a boundary."""
+    last = hashes[-1]
+    for start in range((len(hashes) - 1) * _CHUNK_BYTES, boundary * _CHUNK_BYTES, _CHUNK_BYTES):
+        last = blake3(last + packed[start : start + _CHUNK_BYTES]).digest(_HASH_BYTES)
+        hashes.append(last)
 
 
 def rows(entry: EntryRow, entry_key: bytes, packed: bytes) -> Iterator[tuple[bytes, bytes]]:
@@ -105,15 +114,17 @@ def rows(entry: EntryRow, entry_key: bytes, packed: bytes) -> Iterator[tuple[byt
         if needed <= len(chunk) // 4 and needed < CHUNK_TOKENS:
             tail = chunk if len(chunk) == _CHUNK_BYTES else chunk + _END
             yield hashes[i] + bytes([needed]) + tail + entry_key, value
+        else:
+            yield hashes[i] + _PASSES + entry_key, value
 
 
 def longest(cursor: Cursor, scope: str, packed: bytes, exclude: frozenset[str]) -> Found | None:
     """The entry with the longest usable prefix of the prompt in `packed`, at most all but its last token."""
     usable = packed[:-4]
-    last = len(usable) // 4 // CHUNK_TOKENS
-    hashes, swapped = chain(scope, usable, last), _big_endian(usable)
+    hashes = _shared_boundaries(cursor, scope, usable)
+    swapped = _big_endian(usable[: len(hashes) * _CHUNK_BYTES])
     best: Found | None = None
-    for i in range(last, -1, -1):
+    for i in range(len(hashes) - 1, -1, -1):
         if best is not None and best.length >= (i + 1) * CHUNK_TOKENS:
             break
         probe = swapped[i * _CHUNK_BYTES : (i + 1) * _CHUNK_BYTES]
@@ -123,12 +134,32 @@ def longest(cursor: Cursor, scope: str, packed: bytes, exclude: frozenset[str]) 
     return best
 
 
+def _shared_boundaries(cursor: Cursor, scope: str, packed: bytes) -> list[bytes]:
+    """The hashes of the boundaries that the tokens share with any entry. If one is shared, so are all before it."""
+    count = len(packed) // _CHUNK_BYTES + 1
+    hashes = [bytes.fromhex(scope)]
+
+    def is_shared(i: int) -> bool:
+        _extend(hashes, packed, i)
+        return cursor.set_range(hashes[i]) and cursor.key().startswith(hashes[i])
+
+    # In growing steps, since a hash takes as long as a look: most of them are needed only by a prompt that shares much.
+    step = 1
+    while step < count and is_shared(step):
+        step *= 2
+    shared, beyond = step // 2, min(step, count)
+    while beyond - shared > 1:
+        middle = (shared + beyond) // 2
+        shared, beyond = (middle, beyond) if is_shared(middle) else (shared, middle)
+    return hashes[: shared + 1]
+
+
 def _under(cursor: Cursor, boundary: bytes, probe: bytes, position: int, exclude: frozenset[str]) -> Iterator[Found]:
     """The nearest usable rows under one boundary, for each number of needed tokens that occurs there."""
     start = boundary
     while cursor.set_range(start):
         group = cursor.key()[: _HASH_BYTES + 1]
-        if not group.startswith(boundary):
+        if not group.startswith(boundary) or group.endswith(_PASSES):
             return
         needed = group[-1]
         for step in (cursor.next, cursor.prev):
