@@ -57,8 +57,9 @@ types: $(VENV)/.stamp
 soak: $(VENV)/.stamp
 	@HYPOTHESIS_PROFILE=soak $(VENV)/bin/python -m pytest -q -m "" -o faulthandler_timeout=3600
 
+# For programs: make --silent bench BENCH_FLAGS=--json. To see only that they work: BENCH_FLAGS=--quick.
 bench: $(VENV)/.stamp
-	@set -e; for script in $(wildcard tools/bench/*/run.py); do echo "== $$script"; $(VENV)/bin/python "$$script"; done
+	@$(VENV)/bin/python tools/bench/all.py $(BENCH_FLAGS)
 
 clean:
 	@rm -rf $(VENV) .venv-* build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache

@@ -117,13 +117,28 @@ def test_only_what_stands_between_the_yields_is_timed(tmp_path: Path, monkeypatc
     assert bench.medians({"it": steps}, 3) == {"it": 1}
 
 
-def test_a_contender_that_does_not_check_at_the_end_is_refused(tmp_path: Path) -> None:
+def test_the_first_round_alone_is_checked_and_every_round_is_tidied_up(tmp_path: Path) -> None:
+    log: list[str] = []
+
+    def steps(_: str) -> Iterator[None]:
+        try:
+            yield
+            yield
+            log.append("checked")
+        finally:
+            log.append("closed")
+
+    Bench(str(tmp_path), quick=True).times({"it": steps}, 3)
+    assert log == ["checked", "closed", "closed", "closed"]
+
+
+def test_a_contender_that_goes_on_after_its_check_is_refused(tmp_path: Path) -> None:
     def steps(_: str) -> Iterator[None]:
         yield
         yield
         yield
 
-    with pytest.raises(RuntimeError, match="yields twice"):
+    with pytest.raises(RuntimeError, match="more than twice"):
         Bench(str(tmp_path), quick=True).times({"it": steps}, 1)
 
 

@@ -19,10 +19,10 @@ from blockstore import (
     load_kv_cache,
     load_kv_cache_async,
     monolith,
+    preparing,
     restoring,
     save_kv_cache,
     save_kv_cache_async,
-    preparing,
 )
 from blockstore.fs import FileSystem
 from cache_cases import facts
