@@ -6,11 +6,9 @@ device, inode, size and times of each file.
 
 import fnmatch
 import hashlib
-import importlib.metadata
 import json
 import logging
 import os
-import platform
 import re
 import secrets
 import time
@@ -136,10 +134,13 @@ def tokenizer_hash_of(folder: str | os.PathLike[str]) -> str | None:
 
 def versions_of() -> dict[str, str]:
     """What decides the last bits beside the model: versions of mlx, its backends and mlx-lm, machine and system."""
+    import platform  # these two are a good part of the time of a command that needs neither
+    from importlib import metadata
+
     found = {"machine": platform.machine(), "system": platform.system()}
     for name in _VERSIONED:
-        with suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
+        with suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
     return found
 
 

@@ -4,7 +4,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -87,7 +87,7 @@ def test_contenders_take_turns_each_in_a_new_directory(tmp_path: Path) -> None:
     log: list[tuple[str, str]] = []
 
     def contender(name: str) -> Any:
-        def steps(folder: str) -> Iterator[None]:
+        def steps(folder: str) -> Generator[None]:
             assert os.listdir(folder) == []
             (Path(folder) / "something").touch()
             yield
@@ -106,7 +106,7 @@ def test_only_what_stands_between_the_yields_is_timed(tmp_path: Path, monkeypatc
     clock = [0.0]
     monkeypatch.setattr("time.perf_counter", lambda: clock[0])
 
-    def steps(_: str) -> Iterator[None]:
+    def steps(_: str) -> Generator[None]:
         clock[0] += 100
         yield
         clock[0] += 1
@@ -120,7 +120,7 @@ def test_only_what_stands_between_the_yields_is_timed(tmp_path: Path, monkeypatc
 def test_the_first_round_alone_is_checked_and_every_round_is_tidied_up(tmp_path: Path) -> None:
     log: list[str] = []
 
-    def steps(_: str) -> Iterator[None]:
+    def steps(_: str) -> Generator[None]:
         try:
             yield
             yield
@@ -133,7 +133,7 @@ def test_the_first_round_alone_is_checked_and_every_round_is_tidied_up(tmp_path:
 
 
 def test_a_contender_that_goes_on_after_its_check_is_refused(tmp_path: Path) -> None:
-    def steps(_: str) -> Iterator[None]:
+    def steps(_: str) -> Generator[None]:
         yield
         yield
         yield
