@@ -6,6 +6,9 @@ VENV := .venv
 OLD_MLX_LM := 0.31.3
 OLD_VENV := .venv-mlx-lm-0.31
 
+NEW_TESTS = $(VENV)/bin/python -m pytest -q
+OLD_TESTS = $(OLD_VENV)/bin/python -m pytest -q -m "mlx_lm and not soak"
+
 PIP_FLAGS := --quiet --disable-pip-version-check
 SOURCES := $(wildcard blockstore codecs tests tools)
 
@@ -26,15 +29,19 @@ demo: $(VENV)/.stamp
 
 check: check-format lint types test
 
-test: test-newest test-oldest
+# Both at once: much of what they do is waiting for processes and disks.
+test: $(VENV)/.stamp $(OLD_VENV)/.stamp
+	@echo "== tests"
+	@$(OLD_TESTS) >$(OLD_VENV)/tests.log 2>&1 & older=$$!; $(NEW_TESTS); newest=$$?; wait $$older; oldest=$$?; \
+		echo "== tests with mlx-lm $(OLD_MLX_LM)"; cat $(OLD_VENV)/tests.log; exit $$((newest > oldest ? newest : oldest))
 
 test-newest: $(VENV)/.stamp
 	@echo "== tests"
-	@$(VENV)/bin/python -m pytest -q
+	@$(NEW_TESTS)
 
 test-oldest: $(OLD_VENV)/.stamp
 	@echo "== tests with mlx-lm $(OLD_MLX_LM)"
-	@$(OLD_VENV)/bin/python -m pytest -q -m "mlx_lm and not soak"
+	@$(OLD_TESTS)
 
 format: $(VENV)/.stamp
 	@$(VENV)/bin/ruff format $(SOURCES)

@@ -4,44 +4,92 @@ Entries go by their last use, never by a clock. Pinned ones and what unfinished 
 """
 
 import os
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Final, NamedTuple
 
 from . import collect
-from .errors import StoreFull
+from .errors import StoreBusy, StoreFull
+from .layout import TURN_NAME
+from .leases import Lease
 from .limits import Limits
-from .rooms import Rooms
+from .rooms import MARGINS, Deadline, Rooms
 from .space import named_blocks
 
+_ANNOUNCED: Final = "announced"
+_NUMBER_BYTES: Final = 32
+_PAUSE_S: Final = 0.005
 
-def has_room(rooms: Rooms, more_bytes: int) -> bool:
-    """True where so many bytes more may come, and nothing need go for them."""
-    return not _is_short(rooms, rooms.index.limits(), more_bytes, more_bytes)
+
+def announce(rooms: Rooms, lease: Lease, most_bytes: int) -> bool:
+    """True where a save may write that much and nothing need go for it: then others count on it until it reserves.
+
+    First said, then looked: of two savers at once each sees the other.
+    """
+    limits = rooms.index.limits()
+    if limits.max_bytes or limits.min_free_bytes:
+        path = lease.temporary(_ANNOUNCED)
+        rooms.fs.write_new(path, [str(most_bytes).encode()])
+        if _is_short(rooms, limits, 0, most_bytes):
+            retract(rooms, lease)
+            return False
+    return True
 
 
-def make_room(rooms: Rooms, own_bytes: int, header_bytes: int, unwritten_bytes: int) -> None:
+def retract(rooms: Rooms, lease: Lease) -> None:
+    """What a save has reserved, the index counts: nobody need count on it any more."""
+    rooms.fs.unlink(lease.temporary(_ANNOUNCED))
+
+
+@contextmanager
+def turn(rooms: Rooms) -> Iterator[None]:
+    """The turn of a save for which something may have to go: one at a time, or each would make room for all of them.
+
+    Raises StoreBusy where another one takes very long.
+    """
+    fd, late = rooms.fs.open_lock(os.path.join(rooms.layout.root, TURN_NAME)), Deadline(MARGINS.turn_s)
+    try:
+        while not rooms.fs.try_lock(fd, exclusive=True):
+            if late():
+                raise StoreBusy("another save has been making room for a long time", path=rooms.layout.root)
+            time.sleep(_PAUSE_S)
+        yield
+    finally:
+        rooms.fs.close(fd)
+
+
+def make_room(rooms: Rooms, lease_id: str, header_bytes: int, unwritten_bytes: int) -> None:
     """Evict the least recently used entries until a save that has reserved its blocks fits. Raises StoreFull.
 
-    own_bytes: of its blocks, which the index counts already, and which go with nobody who is evicted.
-    unwritten_bytes: those of them that are still to come to the disk.
+    unwritten_bytes: of its blocks those that are still to come to the disk.
     """
     limits, coming = rooms.index.limits(), header_bytes + unwritten_bytes
     if not _is_short(rooms, limits, header_bytes, coming):
         return
-    # What no eviction would make fit must not cost everybody else's entries.
-    evictable = rooms.index.total_bytes() - own_bytes
-    over_cap = limits.max_bytes and _fixed_bytes(rooms) + own_bytes + header_bytes > limits.max_bytes
-    if over_cap or _short_of_disk(rooms, limits, coming) > evictable:
-        raise _full(rooms, limits, header_bytes, coming)
     rooms.index.flush()  # the uses say who goes
     # What dead savers and unfinished removals hold goes before anything that lives.
     collect.finish_doomed(rooms)
     collect.reap_leases(rooms)
     collect.delete_dead(rooms)
+    late = Deadline(MARGINS.turn_s)
     while _is_short(rooms, limits, header_bytes, coming):
-        oldest = rooms.index.oldest()
-        if oldest is None:
+        oldest = rooms.index.oldest() if _is_possible(rooms, limits, header_bytes, coming) else None
+        if oldest is not None:
+            collect.evict(rooms, oldest)
+        elif late() or not set(rooms.leases.ids()) - {lease_id}:
             raise _full(rooms, limits, header_bytes, coming)
-        collect.evict(rooms, oldest)
+        else:  # what other unfinished saves hold will soon be an entry, or gone
+            time.sleep(_PAUSE_S)
+
+
+def _is_possible(rooms: Rooms, limits: Limits, header_bytes: int, coming: int) -> bool:
+    """Whether evicting all that may go would make room; what never would must not cost others their entries."""
+    counted = _count(rooms)
+    kept = rooms.index.kept_bytes()
+    if limits.max_bytes and counted.fixed + counted.unreserved + kept + header_bytes > limits.max_bytes:
+        return False
+    return _short_of_disk(rooms, limits, coming) <= counted.total - kept
 
 
 def check_quota(rooms: Rooms, model_id: str | None, sizes: Mapping[bytes, int], header_bytes: int) -> None:
@@ -90,7 +138,22 @@ def _evict_while(rooms: Rooms, is_over: Callable[[], bool], model_id: str | None
 
 def used_bytes(rooms: Rooms) -> int:
     """Bytes of the whole directory: blocks and headers as the index counts them, and all else as du does."""
-    return rooms.index.total_bytes() + _fixed_bytes(rooms) + _folder_bytes(rooms) + _unreserved_bytes(rooms)
+    return sum(_count(rooms)) + _folder_bytes(rooms)
+
+
+class _Counted(NamedTuple):
+    """Bytes that the index counts, that saves which have not reserved have written or announced, and all others."""
+
+    total: int
+    unreserved: int
+    fixed: int
+
+
+def _count(rooms: Rooms) -> _Counted:
+    """Folders first: a save that reserves meanwhile is in the index then, and what its folder holds is left out."""
+    found = {lease_id: _lease_bytes(rooms, lease_id) for lease_id in rooms.leases.ids()}
+    total, unknown = rooms.index.total_beside(found)
+    return _Counted(total, sum(found[lease_id] for lease_id in unknown), _fixed_bytes(rooms))
 
 
 def _is_short(rooms: Rooms, limits: Limits, more_bytes: int, coming_bytes: int) -> bool:
@@ -106,11 +169,13 @@ def _short_of_disk(rooms: Rooms, limits: Limits, coming_bytes: int) -> int:
 
 
 def _fixed_bytes(rooms: Rooms) -> int:
-    """Bytes that no eviction gives back: the index, quarantine, the directories, the small files beside them."""
+    """Bytes that no eviction gives back: the index, quarantine, the directories, whatever else lies in the root."""
     fs, layout = rooms.fs, rooms.layout
-    own = [layout.root, *layout.small_files, rooms.blocks.directory, layout.index_folder, rooms.leases.directory]
-    plain = sum(map(fs.allocated, [*own, layout.entries_folder]))
-    return plain + rooms.index.env.used_bytes() + fs.tree_bytes(layout.quarantine_folder)
+    folders = (rooms.blocks.directory, layout.index_folder, rooms.leases.directory, layout.entries_folder)
+    counted = {os.path.basename(folder) for folder in folders}
+    others = [os.path.join(layout.root, name) for name in fs.names(layout.root) if name not in counted]
+    own = fs.allocated(layout.root) + sum(map(fs.allocated, folders)) + sum(map(fs.tree_bytes, others))
+    return own + rooms.index.env.used_bytes()
 
 
 def _folder_bytes(rooms: Rooms) -> int:
@@ -119,14 +184,14 @@ def _folder_bytes(rooms: Rooms) -> int:
     return sum(rooms.fs.allocated(os.path.join(folder, name)) for name in rooms.fs.names(folder))
 
 
-def _unreserved_bytes(rooms: Rooms) -> int:
-    """Temporaries of saves that have not reserved yet: the index does not count them, reserved ones it does."""
-    reserved = set(rooms.index.leases())
-    return sum(
-        rooms.fs.tree_bytes(os.path.join(rooms.leases.directory, lease_id))
-        for lease_id in rooms.leases.ids()
-        if lease_id not in reserved
-    )
+def _lease_bytes(rooms: Rooms, lease_id: str) -> int:
+    folder = os.path.join(rooms.leases.directory, lease_id)
+    written = rooms.fs.tree_bytes(folder)
+    try:
+        announced = int(rooms.fs.read_file(os.path.join(folder, _ANNOUNCED), _NUMBER_BYTES))
+    except (OSError, ValueError):  # none, or it is being written: then whoever writes it sees what we have announced
+        return written
+    return max(written, announced) if announced > written and rooms.leases.has_live_owner(lease_id) else written
 
 
 def _full(rooms: Rooms, limits: Limits, more_bytes: int, coming_bytes: int) -> StoreFull:

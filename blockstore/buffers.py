@@ -47,23 +47,35 @@ def host_views(arrays: Sequence[mx.array]) -> list[ByteArray]:
     return [_numpy(view, writable=False) for view in views]
 
 
-def writable_view(array: mx.array) -> ByteArray:
-    """A numpy view of all of `array`'s memory as unsigned integers, for filling it before anybody reads it."""
-    view = array.view(_UNSIGNED[array.itemsize])
-    mx.eval(view)
-    return _numpy(view, writable=True)
+def writable_views(arrays: Sequence[mx.array]) -> list[ByteArray]:
+    """Numpy views of all of the arrays' memory as unsigned integers, for filling it before anybody reads it.
 
-
-def unfilled(shape: Sequence[int], code: int) -> mx.array:
-    """A new array of `shape` and dtype code, to be filled through writable_view(); it may hold anything until then.
-
-    Where the device allows, its memory is not touched before it is filled: one pass less over it. Otherwise zeros.
+    Large memory that nobody has touched gets huge pages, where the platform has any.
     """
-    if _SAFETENSORS[code] is None or prod(shape) == 0 or not _can_fill_in_place():
-        array = mx.zeros(tuple(shape), dtype=dtype_of(code))
-        mx.eval(array)
-        return array
-    return _untouched(shape, code)
+    views = [array.view(_UNSIGNED[array.itemsize]) for array in arrays]
+    mx.eval(views)  # once: each evaluation is a round trip to mlx's own threads
+    found = [_numpy(view, writable=True) for view in views]
+    for view in found:
+        if view.nbytes >= _HUGE_BYTES:
+            ask_for_huge_pages(view)
+    return found
+
+
+def unfilled(wanted: Sequence[tuple[Sequence[int], int]]) -> list[mx.array]:
+    """New arrays of these shapes and dtype codes, to be filled through writable_views(); they may hold anything.
+
+    Where the device allows, their memory is not touched before it is filled: one pass less over it. Otherwise zeros.
+    """
+    plain = [_SAFETENSORS[code] is None or prod(shape) == 0 for shape, code in wanted]
+    if not _can_fill_in_place():
+        plain = [True] * len(wanted)
+    untouched = iter(_untouched([one for one, is_plain in zip(wanted, plain, strict=True) if not is_plain]))
+    arrays = [
+        mx.zeros(tuple(shape), dtype=dtype_of(code)) if is_plain else next(untouched)
+        for (shape, code), is_plain in zip(wanted, plain, strict=True)
+    ]
+    mx.eval(arrays)
+    return arrays
 
 
 def flat_views(array: ByteArray, start: int, stop: int) -> Iterator[ByteArray]:
@@ -143,18 +155,20 @@ class _HeaderOnly:
         return self._position
 
 
-def _untouched(shape: Sequence[int], code: int) -> mx.array:
-    size = prod(shape) * DTYPES[code][1]
-    table = {"a": {"dtype": _SAFETENSORS[code], "shape": list(shape), "data_offsets": [0, size]}}
+def _untouched(wanted: Sequence[tuple[Sequence[int], int]]) -> list[mx.array]:
+    if not wanted:
+        return []
+    table, end = dict[str, Any](), 0
+    for number, (shape, code) in enumerate(wanted):
+        begin, end = end, end + prod(shape) * DTYPES[code][1]
+        table[str(number)] = {"dtype": _SAFETENSORS[code], "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(table).encode()
     text += b" " * (-len(text) % 8)
-    file = _HeaderOnly(struct.pack("<Q", len(text)) + text, 8 + len(text) + size)
+    file = _HeaderOnly(struct.pack("<Q", len(text)) + text, 8 + len(text) + end)
     loaded: Any = mx.load(cast(Any, file), format="safetensors", stream=mx.cpu)
-    array: mx.array = loaded["a"]
-    mx.eval(array)
-    if size >= _HUGE_BYTES:
-        ask_for_huge_pages(writable_view(array))
-    return array
+    arrays = [loaded[str(number)] for number in range(len(wanted))]
+    mx.eval(arrays)
+    return arrays
 
 
 _probed: bool | None = None
@@ -172,8 +186,8 @@ def _probe() -> bool:
     if _device_memory():
         return False
     try:
-        array = _untouched((_PROBE_BYTES,), 1)
-        view = writable_view(array)
+        [array] = _untouched([((_PROBE_BYTES,), 1)])
+        [view] = writable_views([array])
         view[...] = _PATTERN
         return bool(view.flags.c_contiguous and mx.all(array == _PATTERN).item())
     except (RuntimeError, ValueError, TypeError, BufferError):

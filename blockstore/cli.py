@@ -8,6 +8,7 @@ import io
 import os
 import sys
 import time
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
@@ -19,9 +20,9 @@ from .cli_ids import choose, is_id_like, resolve
 from .cli_limits import limits, pin
 from .cli_move import export_entries, import_files
 from .cli_run import Options, Run, options_before, running
-from .errors import BlockstoreError, EntryGone, InvalidInput, StoreBroken
+from .errors import BlockstoreError, EntryGone, InvalidInput, NotPermitted, StoreBroken
 from .fs import FileSystem
-from .layout import Layout, open_layout
+from .layout import Layout, find_layout
 from .listing import Entry
 from .space import Space
 from .space import space as space_of
@@ -260,21 +261,38 @@ def check_(
 def _check(run: Run, deep: bool, progress: "Progress") -> "Report":
     from .check import check
 
-    try:
-        with run.open() as store:
-            return check(store.rooms.layout, store.rooms, deep=deep, progress=progress)
-    except StoreBroken:  # the index went bad under our hands; where it is store.json, this raises it again
-        return check(_layout(run), None, deep=deep, progress=progress)
+    with _permitted(run.root):
+        try:
+            with run.open() as store:
+                return check(store.rooms.layout, store.rooms, deep=deep, progress=progress)
+        except StoreBroken:  # the index went bad under our hands; where it is store.json, this raises it again
+            return check(_layout(run), None, deep=deep, progress=progress)
 
 
 def _repair(run: Run, deep: bool, progress: "Progress") -> "Report":
     from .check import repair
 
-    return repair(_layout(run), deep=deep, progress=progress)
+    with _permitted(run.root):
+        found = repair(_layout(run), deep=deep, progress=progress)
+        with run.open() as store:
+            store.entries()  # a repair that helped nothing must not say that it did
+    return found
+
+
+@contextlib.contextmanager
+def _permitted(root: str) -> Iterator[None]:
+    """Name a lack of rights as such, wherever it was met: it is no damage."""
+    try:
+        yield
+    except PermissionError as error:
+        if isinstance(error, NotPermitted):
+            raise
+        hint = "Ask the owner of the directory for the right to use it."
+        raise NotPermitted("a part of the store may not be used", path=error.filename or root, hint=hint) from error
 
 
 def _layout(run: Run) -> Layout:
-    found = open_layout(FileSystem(), run.root)
+    found = find_layout(FileSystem(), run.root)
     if found is None:
         raise InvalidInput("there is no store here", path=run.root, hint="Name the root of a store.")
     return found

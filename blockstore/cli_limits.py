@@ -1,6 +1,8 @@
 """The commands that say what a store may take, and what stays."""
 
+import math
 import re
+from fractions import Fraction
 from typing import Annotated, Any, Final
 
 import typer
@@ -13,7 +15,7 @@ from .cli_run import running
 from .errors import BlockstoreError, InvalidInput
 
 _UNITS: Final = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
-_SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:I?B)?", re.IGNORECASE)
+_SIZE: Final = re.compile(r"(\d{1,20}(?:\.\d{1,20})?)\s*([KMGT]?)(?:I?B)?", re.IGNORECASE)
 _DAY_S: Final = 86_400
 _SIZE_HELP: Final = "as 200G, 512MiB or a number of bytes; 0 for none."
 
@@ -45,7 +47,7 @@ def limits(
         changes: dict[str, Any] = {
             "max_bytes": _bytes(max_bytes, "--max-bytes"),
             "min_free_bytes": _bytes(min_free, "--min-free"),
-            "max_age_s": None if max_age is None else round(max_age * _DAY_S),
+            "max_age_s": _seconds(max_age, "--max-age"),
             "quotas": dict(map(_quota, quota)) if quota else None,
         }
         changed = any(value is not None for value in changes.values())
@@ -90,7 +92,16 @@ def _bytes(text: str | None, option: str) -> int | None:
     found = _SIZE.fullmatch(text.strip())
     if found is None:
         raise InvalidInput("not a size", field=option, found=text, hint="Write 200G, 512MiB or a number of bytes.")
-    return int(float(found[1]) * _UNITS[found[2].upper()])
+    return math.ceil(Fraction(found[1]) * _UNITS[found[2].upper()])  # up: what is little must not lift the limit
+
+
+def _seconds(days: float | None, option: str) -> int | None:
+    if days is None:
+        return None
+    seconds = days * _DAY_S
+    if not math.isfinite(seconds):
+        raise InvalidInput("not a number of days", field=option, found=str(days), hint="Write a number; 0 for none.")
+    return max(round(seconds), 1) if seconds else 0  # as above
 
 
 def _quota(text: str) -> tuple[str, int]:

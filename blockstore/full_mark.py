@@ -4,18 +4,22 @@ Each header is judged alone, inside one transaction that rereads file, entry, do
 live lease names is skipped; one that cannot be read stops the sweep of blocks, since it may name any of them.
 """
 
+import os
 from collections.abc import Callable
 from typing import NamedTuple
 
 from . import entries
 from .errors import CacheMiss
 from .index_rows import unpack_entry
+from .layout import config_temporaries
 from .ledger import Ledger
 from .rooms import Rooms
 from .transaction import Transaction
 
 ADOPTED = "adopted: its header and blocks are whole"
+UNREAD = "could not be read: "
 _ORPHAN = "no row knows it"
+_UNFINISHED = "who wrote it died"
 
 
 class Mark(NamedTuple):
@@ -29,6 +33,15 @@ class Mark(NamedTuple):
 
 def mark(rooms: Rooms, progress: Callable[[int, int], None]) -> list[Mark]:
     """Bring index and headers together, then delete block files without a row. Returns what was done."""
+    done, readable = mark_headers(rooms, progress)
+    done += _unlink_temporaries(rooms)
+    if readable:
+        return done + sweep(rooms)
+    return [*done, Mark("sweep", "blocks", "left out: a header cannot be read; run check --repair", 0)]
+
+
+def mark_headers(rooms: Rooms, progress: Callable[[int, int], None]) -> tuple[list[Mark], bool]:
+    """Bring index and headers together; what was done, and whether every header could be read."""
     done: list[Mark] = []
     standing = _standing(rooms)
     readable = True
@@ -39,10 +52,17 @@ def mark(rooms: Rooms, progress: Callable[[int, int], None]) -> list[Mark]:
         readable = readable and not verdict.unreadable
         done += [verdict.mark] if verdict.mark else []
         progress(number + 1, len(standing))
-    if not readable:
-        done.append(Mark("sweep", "blocks", "left out: a header cannot be read; run check --repair", 0))
-        return done
-    return done + [_unlink_orphan(rooms, name) for name in list(rooms.blocks.names()) if _is_orphan(rooms, name)]
+    return done, readable
+
+
+def orphans(rooms: Rooms) -> list[bytes]:
+    """The digests of block files without a row."""
+    return [name for name in rooms.blocks.names() if _is_orphan(rooms, name)]
+
+
+def sweep(rooms: Rooms) -> list[Mark]:
+    """Delete block files without a row."""
+    return [_unlink_orphan(rooms, name) for name in orphans(rooms)]
 
 
 def survey(rooms: Rooms) -> list[Mark]:
@@ -54,9 +74,11 @@ def survey(rooms: Rooms) -> list[Mark]:
             verdict = judge(rooms, txn, entry_id, scope)
         readable = readable and not verdict.unreadable
         found += [verdict.mark] if verdict.mark else []
+    with rooms.index.env.read():  # nobody changes limits meanwhile
+        found += [_temporary_mark(rooms, path) for path in config_temporaries(rooms.fs, rooms.layout.root)]
     if readable:
-        orphans = (name for name in rooms.blocks.names() if _is_orphan(rooms, name))
-        found += [Mark("block", name.hex(), _ORPHAN, rooms.fs.allocated(rooms.blocks.path(name))) for name in orphans]
+        sizes = {name: rooms.fs.allocated(rooms.blocks.path(name)) for name in orphans(rooms)}
+        found += [Mark("block", name.hex(), _ORPHAN, size) for name, size in sizes.items()]
     return found
 
 
@@ -85,7 +107,9 @@ def _judge_stray(rooms: Rooms, txn: Transaction, entry_id: str, scope: str) -> V
     try:
         stray = entries.examine(rooms, entry_id, scope)
     except CacheMiss as error:
-        return Verdict(Mark("header", entry_id, f"unreadable: {error.message}", 0), lambda books: None, unreadable=True)
+        return _unreadable(entry_id, f"unreadable: {error.message}")
+    except OSError as error:
+        return _unreadable(entry_id, f"{UNREAD}{error.strerror or error}")
     if txn.get("equal", stray.row.equal) is not None or rooms.blocks.missing(stray.sizes.items()):
         why = "no entry owns it, and it is superseded or incomplete"
         return Verdict(
@@ -96,6 +120,10 @@ def _judge_stray(rooms: Rooms, txn: Transaction, entry_id: str, scope: str) -> V
         Mark("entry", entry_id, ADOPTED, 0),
         lambda books: books.adopt(entry_id, stray.row, stray.tokens, stray.sizes),
     )
+
+
+def _unreadable(entry_id: str, why: str) -> Verdict:
+    return Verdict(Mark("header", entry_id, why, 0), lambda books: None, unreadable=True)
 
 
 def _nothing() -> Verdict:
@@ -123,3 +151,19 @@ def _unlink_orphan(rooms: Rooms, name: bytes) -> Mark:
         if books.txn.get("blocks", name) is None:
             rooms.blocks.unlink(name)
     return Mark("block", name.hex(), _ORPHAN, size)
+
+
+def _temporary_mark(rooms: Rooms, path: str) -> Mark:
+    return Mark("file", os.path.basename(path), _UNFINISHED, rooms.fs.allocated(path))
+
+
+def _unlink_temporaries(rooms: Rooms) -> list[Mark]:
+    """Remove what is left of changes of the limits: they are written with the index held, as it is here."""
+    done: list[Mark] = []
+    if not config_temporaries(rooms.fs, rooms.layout.root):
+        return done
+    with rooms.index.write():
+        for path in config_temporaries(rooms.fs, rooms.layout.root):
+            done.append(_temporary_mark(rooms, path))
+            rooms.fs.discard(path, rooms.layout.quarantine_folder)
+    return done

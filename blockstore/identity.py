@@ -13,7 +13,7 @@ import re
 import secrets
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, Final
@@ -31,7 +31,6 @@ _HUB_ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCI
 _WEIGHTS: Final = "model*.safetensors"
 _FETCHED: Final = ["*.json", _WEIGHTS, "*.py", "tokenizer.model", "*.tiktoken", "*.txt"]
 _VOCABULARIES: Final = ("tokenizer.model", "*.tiktoken", "vocab.json", "vocab.txt", "merges.txt")
-_VERSIONED: Final = ("mlx", "mlx-metal", "mlx-cpu", "mlx-cuda", "mlx-cuda-12", "mlx-cuda-13", "mlx-lm")
 # mlx-lm's own default, in every release that quantizes caches.
 _DEFAULT_GROUP_SIZE: Final = 64
 # Large enough that a call costs nothing, small enough to stay in a core's cache between reading and hashing.
@@ -92,7 +91,7 @@ def identity_of(
     model_path: a directory, or a hub id that is in the hub's cache already; the network is never asked. One model by
         relative or absolute path, through links and by hub id gives one identity.
     kv_bits, kv_group_size, quantized_kv_start: as given to mlx-lm's generation; without kv_bits the others say nothing.
-    include_versions: also tell apart MLX versions and machines (`versions_of`), whose last bits may differ.
+    include_versions: also tell apart MLX versions and machines (versions.versions_of), whose last bits may differ.
     cache_dir: where digests of weights are remembered; the user's cache directory unless given.
     model_id: the hub id or the directory's name unless given.
 
@@ -109,7 +108,7 @@ def identity_of(
         "weights": _weights(folder, memory),
         "adapter": None if adapter_path is None else _adapter(Path(adapter_path).expanduser(), memory),
         "kv": _kv_scheme(kv_bits, kv_group_size, quantized_kv_start),
-        "versions": versions_of() if include_versions else None,
+        "versions": _versions() if include_versions else None,
     }
     return Identity(
         model_id=_name_of(folder) if model_id is None else model_id,
@@ -132,16 +131,10 @@ def tokenizer_hash_of(folder: str | os.PathLike[str]) -> str | None:
     return hashlib.sha256(listing.encode("utf-8", "surrogateescape")).hexdigest() if names else None
 
 
-def versions_of() -> dict[str, str]:
-    """What decides the last bits beside the model: versions of mlx, its backends and mlx-lm, machine and system."""
-    import platform  # these two are a good part of the time of a command that needs neither
-    from importlib import metadata
+def _versions() -> dict[str, str]:
+    from .versions import versions_of  # what it imports is a good part of the time of a command that needs none of it
 
-    found = {"machine": platform.machine(), "system": platform.system()}
-    for name in _VERSIONED:
-        with suppress(metadata.PackageNotFoundError):
-            found[name] = metadata.version(name)
-    return found
+    return versions_of()
 
 
 # ---- where the model is

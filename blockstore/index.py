@@ -5,8 +5,8 @@ the row is PRESENT and referred to, and after a look at the file.
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import msgspec
@@ -14,7 +14,7 @@ import msgspec
 from . import ledger, prefixes, quotas
 from .environment import Environment
 from .errors import NotPermitted
-from .index_rows import ABSENT, PRESENT, WRITING, EntryRow, on_disk, split_digests, unpack_entry
+from .index_rows import ABSENT, PRESENT, WRITING, EntryRow, on_disk, split_digests, unpack_entry, unpack_lease
 from .ledger import COUNT, TOTAL, Ledger, key_of
 from .limits import Limits
 
@@ -35,13 +35,11 @@ class Index:
         self.unit = allocation_unit
         self._touched: dict[str, int] = {}
 
-    @contextmanager
-    def write(self) -> Iterator[Ledger]:
+    def write(self) -> AbstractContextManager[Ledger]:
         """One write transaction; an exception inside undoes all of it."""
         if self.read_only:
             raise NotPermitted("the store is open for reading only", path=self.env.directory)
-        with self.env.write() as txn:
-            yield Ledger(txn, self.unit)
+        return self.env.write(lambda txn: Ledger(txn, self.unit))
 
     # ---- saving
 
@@ -236,9 +234,31 @@ class Index:
         with self.env.read() as txn:
             return ledger.number(txn, TOTAL)
 
+    def total_beside(self, lease_ids: Iterable[str]) -> tuple[int, list[str]]:
+        """total_bytes(), and those of the leases, at that moment, of which nothing is counted in it."""
+        with self.env.read() as txn:
+            keys = {lease_id: key_of(lease_id) for lease_id in lease_ids}
+            tables = ("leases", "entries", "doomed")
+            unknown = [one for one, key in keys.items() if all(txn.get(table, key) is None for table in tables)]
+            return ledger.number(txn, TOTAL), unknown
+
     def counts(self) -> dict[str, int]:
         with self.env.read() as txn:
             return {name: txn.count(name) for name in ("entries", "blocks", "dead", "leases", "doomed")}
+
+    def kept_bytes(self) -> int:
+        """What no eviction gives back: pinned entries, and what unfinished saves have reserved."""
+        blocks, headers = set[bytes](), 0
+        with self.env.read() as txn:
+            for _, value in txn.items("leases"):
+                blocks.update(split_digests(unpack_lease(value).digests))
+            for key, value in txn.items("entries"):
+                row = unpack_entry(value)
+                if row.pinned:
+                    headers += on_disk(row.header_bytes, self.unit)
+                    blocks.update(split_digests(txn.get("digests", key) or b""))
+            size = sum(on_disk(ledger.need_block(txn, digest).size, self.unit) for digest in blocks)
+        return headers + size
 
     def limits(self) -> Limits:
         with self.env.read() as txn:

@@ -60,7 +60,7 @@ class EntryRow(msgspec.Struct, frozen=True):
 
     @property
     def last_used_ms(self) -> int:
-        """By the clock; a rebuilt index knows no later use than the entry's creation."""
+        """By the clock; an entry that was never loaded counts as used when it was made."""
         return self.used_at_ms or self.created_at_ms
 
 

@@ -34,11 +34,14 @@ class Lease:
         """Remove the folder and let go of the lock, in this order: nobody else may reap a folder while it is held."""
         if self._fd is None:
             return
-        fd, self._fd = self._fd, None
         try:
             self._remove_folder()
         finally:
-            self._fs.close(fd)
+            self._let_go()
+
+    def __del__(self) -> None:
+        # An interruption kept the save from releasing it. The folder is left to a collection: this may run anywhere.
+        self._let_go()
 
     def _remove_folder(self) -> None:
         for name in list(self._fs.names(self.folder)):
@@ -49,9 +52,12 @@ class Lease:
 
     def forget(self) -> None:
         """In a forked child: close the descriptor, which the parent still holds, and touch nothing."""
-        if self._fd is not None:
-            self._fs.close(self._fd)
-            self._fd = None
+        self._let_go()
+
+    def _let_go(self) -> None:
+        fd, self._fd = self._fd, None
+        if fd is not None:
+            self._fs.close(fd)
 
 
 class Leases:
@@ -113,10 +119,11 @@ class Leases:
             fd = self._fs.open_lock(path)
         except (FileNotFoundError, NotADirectoryError):
             return None
+        lease = Lease(self._fs, folder, fd, self._aside)
         # Between opening and locking a collector may have removed the folder: the lock must be the one that stands.
         if self._fs.try_lock(fd, exclusive=True) and self._fs.same_file(fd, path):
-            return Lease(self._fs, folder, fd, self._aside)
-        self._fs.close(fd)
+            return lease
+        lease.forget()
         return None
 
 

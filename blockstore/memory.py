@@ -8,25 +8,41 @@ from typing import Any, Final
 import numpy as np
 
 _ADVICE: Final[int | None] = getattr(mmap, "MADV_HUGEPAGE", None)
+_SAMPLES: Final = 4
 
 
 def ask_for_huge_pages(memory: np.ndarray[Any, Any]) -> None:
     """Let the kernel back untouched memory with huge pages: one fault instead of hundreds. A hint, no more.
 
-    Only whole pages of the memory are named, so that nobody else's is.
+    Memory that was used before has its pages: there the advice would only make the kernel look for larger ones. Only
+    whole pages of the memory are named, so that nobody else's is.
     """
-    advise = _madvise()
-    if advise is None or _ADVICE is None:
+    calls = _calls()
+    if calls is None or _ADVICE is None:
         return
     start = -(-memory.ctypes.data // mmap.PAGESIZE) * mmap.PAGESIZE
-    stop = (memory.ctypes.data + memory.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
-    if stop > start:
-        advise(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), ctypes.c_int(_ADVICE))
+    size = (memory.ctypes.data + memory.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE - start
+    if size > 0 and not _is_touched(calls.mincore, start, size):
+        calls.madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), ctypes.c_int(_ADVICE))
+
+
+def _is_touched(mincore: Any, start: int, size: int) -> bool:
+    """Whether any of a few pages, spread over the memory, is there."""
+    flag = ctypes.c_ubyte()
+    for number in range(1, _SAMPLES + 1):
+        page = start + size * number // (_SAMPLES + 1) // mmap.PAGESIZE * mmap.PAGESIZE
+        failed = mincore(ctypes.c_void_p(page), ctypes.c_size_t(mmap.PAGESIZE), ctypes.byref(flag))
+        if failed or flag.value & 1:
+            return True
+    return False
 
 
 @cache
-def _madvise() -> Any:
+def _calls() -> Any:
+    """The C library, where it has both calls."""
     try:
-        return ctypes.CDLL(None).madvise
+        library = ctypes.CDLL(None)
+        library.madvise, library.mincore  # noqa: B018  # looked up here, so that their absence is met here
     except (OSError, AttributeError):
         return None
+    return library

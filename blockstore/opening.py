@@ -9,7 +9,7 @@ from typing import Any, Final
 import msgspec
 
 from . import environment, layout
-from .errors import InvalidInput, NotPermitted, StoreBusy, StoreFull
+from .errors import BlockstoreError, InvalidInput, NotPermitted, StoreBusy, StoreFull
 from .fs import FileSystem, is_full
 from .index import Index
 from .layout import Layout, StoreConfig
@@ -62,17 +62,23 @@ def _opened(fs: FileSystem, root: str) -> Layout | None:
     try:
         return layout.open_layout(fs, root)
     except PermissionError as error:
-        raise NotPermitted("the store may not be read", path=error.filename or root) from error
+        hint = "Ask the owner of the directory for the right to read there."
+        raise NotPermitted("the store may not be read", path=error.filename or root, hint=hint) from error
 
 
 def _created(fs: FileSystem, root: str, wanted: Mapping[str, Any], max_bytes: int | None) -> Layout:
     try:
         return _create(fs, root, wanted, max_bytes)
     except OSError as error:
-        if isinstance(error, NotPermitted) or error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+        if isinstance(error, BlockstoreError):
             raise
-        hint = "Name a directory that you may write."
-        raise NotPermitted("a store may not be made here", path=error.filename or root, hint=hint) from error
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            hint = "Name a directory that you may write."
+            raise NotPermitted("a store may not be made here", path=error.filename or root, hint=hint) from error
+        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.EEXIST):
+            hint = "Name a directory, or a place for a new one."
+            raise InvalidInput("a store cannot be made here", path=error.filename or root, hint=hint) from error
+        raise
 
 
 def is_read_only(fs: FileSystem, found: Layout, wanted: bool | None) -> bool:

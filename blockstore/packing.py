@@ -14,11 +14,12 @@ from kvcodecs.entry import BlockRef, HeaderEntry, Slot, leaves, replace_leaves
 from . import cut, records
 from .buffers import ByteArray, Scratch, flat_views
 from .history import Taken
-from .identity import Identity, versions_of
+from .identity import Identity
 from .placing import companions
 from .prefixes import unpack_tokens
 from .records import GenerationCheckpoint, Group, Header
 from .rules import PAGE_BYTES
+from .versions import versions_of
 
 _VERSION = 5
 
@@ -121,6 +122,9 @@ class Packer:
         self.prepared = prepared
         self._jobs = list(_jobs(prepared))
         self._scratch = Scratch()
+        self._views: dict[tuple[int, int, int], list[ByteArray]] = {}
+        # Not a cached_property: before Python 3.12 that has a lock, which a fork may find held.
+        self.largest = max((job.size for job in self._jobs), default=0)  # bytes of a block
 
     def __len__(self) -> int:
         return len(self._jobs)
@@ -133,19 +137,30 @@ class Packer:
         """Number and digest of the blocks that are taken over, and need not (and cannot) be packed."""
         return {number: job.digest for number, job in enumerate(self._jobs) if job.digest is not None}
 
-    @functools.cached_property
-    def largest(self) -> int:
-        """Bytes of the largest block."""
-        return max(map(self.size, range(len(self))), default=0)
-
     def pack(self, number: int) -> memoryview:
         """The bytes of a block, in this thread's buffer until its next call."""
-        out = self._scratch.take(self.size(number))
-        at = 0
-        for part in self._parts(self._jobs[number]):
-            np.copyto(out[at : at + part.nbytes].view(part.dtype).reshape(part.shape), part)
-            at += part.nbytes
+        job = self._jobs[number]
+        out = self._scratch.take(job.size)
+        if isinstance(job.part, cut.GroupPlan):
+            index = (*(slice(None),) * job.part.axis, slice(job.start, job.stop))
+            parts = [self.prepared.views[ref][index] for ref in job.part.tensors]
+            into = self._into(out, job, parts)
+        else:
+            parts = list(flat_views(self.prepared.views[job.part.tensor], job.start, job.stop))
+            into = _laid_out(out, parts)
+        for place, part in zip(into, parts, strict=True):
+            np.copyto(place, part)
         return out.data
+
+    def _into(self, out: ByteArray, job: _Job, parts: Sequence[ByteArray]) -> list[ByteArray]:
+        """Where each tensor's part stands in a block. A thread packs all blocks into one buffer: its views are kept."""
+        key = (id(out.base), id(job.part), job.stop - job.start)
+        views = self._views.get(key)
+        if views is None:
+            views = _laid_out(out, parts)
+            if out.base is not None:  # which the views keep alive, so that no other gets its id
+                self._views[key] = views
+        return views
 
     def header(
         self, digests: Sequence[bytes], *, block_hash: str | None, created_at_ms: int, ours: bool = True
@@ -158,15 +173,6 @@ class Packer:
             segments=self._groups(digests) if ours else None,
             made_with=_made_with() if ours else None,
         )
-
-    def _parts(self, job: _Job) -> Iterator[ByteArray]:
-        views = self.prepared.views
-        if isinstance(job.part, cut.LoosePlan):
-            yield from flat_views(views[job.part.tensor], job.start, job.stop)
-            return
-        for ref in job.part.tensors:
-            before: tuple[slice, ...] = (slice(None),) * job.part.axis
-            yield views[ref][(*before, slice(job.start, job.stop))]
 
     def _by_part(self, digests: Sequence[bytes]) -> Iterator[tuple[cut.Part, Sequence[bytes]]]:
         at = 0
@@ -213,6 +219,15 @@ class Packer:
 def _made_with() -> dict[str, str]:
     """Looked up once a process: what is imported does not change."""
     return versions_of()
+
+
+def _laid_out(out: ByteArray, parts: Sequence[ByteArray]) -> list[ByteArray]:
+    """Views of `out` with the shapes and dtypes of `parts`, one behind the other."""
+    views, at = [], 0
+    for part in parts:
+        views.append(out[at : at + part.nbytes].view(part.dtype).reshape(part.shape))
+        at += part.nbytes
+    return views
 
 
 def _jobs(prepared: Prepared) -> Iterator[_Job]:

@@ -15,7 +15,7 @@ import numpy as np
 from kvcodecs import geometry
 from kvcodecs.entry import HeaderEntry, Slot, leaves
 
-from .buffers import ByteArray, flat_views, unfilled, writable_view
+from .buffers import ByteArray, flat_views, unfilled, writable_views
 from .errors import UnsupportedFormat
 from .records import Attachment, Group, Header, token_bytes
 
@@ -28,7 +28,7 @@ _LEAST_RUN_BYTES: Final = 2 << 10
 class Target:
     """One tensor being restored. Its live part, in bytes, is [what stands before the token axis][tokens][behind it].
 
-    `live` views that part of `array`; both are there after allocate(). Whoever fills it calls blank(), too.
+    `live` views that part of `array`; both are there after take(). Whoever fills it calls blank(), too.
     """
 
     def __init__(self, tensor: Slot, axis: int | None) -> None:
@@ -39,15 +39,16 @@ class Target:
         self.live: ByteArray = np.empty(0, np.uint8)
         self._beyond: ByteArray = np.empty(0, np.uint8)
 
-    def allocate(self, capacity: tuple[int, ...] | None) -> None:
-        """Make the array, of shape `capacity` (None: the tensor's own). On the caller's thread."""
-        capacity = self._tensor.shape if capacity is None else capacity
-        self.array = unfilled(capacity, self._tensor.dtype)
-        if prod(capacity) == 0:
-            return
-        data = writable_view(self.array).reshape(-1).view(np.uint8)
-        whole = data.reshape(_outer_rows_inner(self._tensor, capacity, self._axis))
-        self.live, self._beyond = whole[:, : self.shape[1]], whole[:, self.shape[1] :]
+    def take(self, array: Any, memory: ByteArray) -> None:
+        """Have `array`, which may be longer along the token axis; `memory` views all of it."""
+        self.array = array
+        if memory.size:
+            whole = memory.reshape(-1).view(np.uint8).reshape(_outer_rows_inner(self._tensor, array.shape, self._axis))
+            self.live, self._beyond = whole[:, : self.shape[1]], whole[:, self.shape[1] :]
+
+    def wanted(self, capacity: tuple[int, ...] | None) -> tuple[tuple[int, ...], int]:
+        """Shape and dtype code of the array to make; `capacity` None: the tensor's own shape."""
+        return self._tensor.shape if capacity is None else capacity, self._tensor.dtype
 
     def blank(self) -> None:
         """Zero what lies beyond the live tokens."""
@@ -60,6 +61,13 @@ class Target:
         if view.size:
             self.live = view.reshape(-1).view(np.uint8).reshape(self.shape)
         return view
+
+
+def allocate(targets: Sequence[tuple[Target, tuple[int, ...] | None]]) -> None:
+    """Make every target's array, of the shape beside it (None: the tensor's own). On the caller's thread."""
+    arrays = unfilled([target.wanted(capacity) for target, capacity in targets])
+    for (target, _), array, memory in zip(targets, arrays, writable_views(arrays), strict=True):
+        target.take(array, memory)
 
 
 @dataclass(frozen=True)
@@ -117,6 +125,7 @@ def _group_reads(group: Group, slots: Sequence[Slot], into: Sequence[Target]) ->
     widths = [token_bytes(tensor) for tensor in slots]
     axis = slots[0].axis
     assert axis is not None, "decode_header has checked that slots of a group have an axis"
+    placer = _GroupPlacer(into, widths)
     live, start = into[0].shape[1], 0
     for name, tokens in zip(group.digests(), group.counts(slots[0].shape[axis]), strict=True):
         if start >= live:
@@ -124,38 +133,49 @@ def _group_reads(group: Group, slots: Sequence[Slot], into: Sequence[Target]) ->
         size = tokens * sum(widths)
         if size > _SEGMENT_LIMIT_BYTES:
             raise UnsupportedFormat("a segment is too large", expected=f"≤ {_SEGMENT_LIMIT_BYTES} bytes", found=size)
-        placer = _SegmentPlacer(into, widths, start, tokens)
-        yield Read(bytes.fromhex(name), size, placer, whole=True, rows=placer.rows)
+        place, rows = partial(placer.put, start, tokens), partial(placer.rows, start, tokens)
+        yield Read(bytes.fromhex(name), size, place, whole=True, rows=rows)
         start += tokens
 
 
-@dataclass(frozen=True)
-class _SegmentPlacer:
-    """Spreads a segment over its tensors; a segment that reaches beyond the live tokens gives its first ones only."""
+class _GroupPlacer:
+    """Spreads the segments of one group over its tensors. For several threads at once."""
 
-    into: Sequence[Target]
-    widths: Sequence[int]
-    start: int
-    tokens: int
+    def __init__(self, into: Sequence[Target], widths: Sequence[int]) -> None:
+        self._into = into
+        self._widths = widths
+        self._views: dict[tuple[int, int], list[ByteArray]] = {}
 
-    def __call__(self, data: ByteArray, _: int) -> None:
-        at = 0
-        for target, width in zip(self.into, self.widths, strict=True):
-            outer, live, inner = target.shape
-            size = self.tokens * width
-            part = data[at : at + size].reshape(outer, self.tokens, inner)
-            keep = min(self.tokens, live - self.start)
-            np.copyto(target.live[:, self.start : self.start + keep], part[:, :keep])
-            at += size
+    def put(self, start: int, tokens: int, data: ByteArray, _: int) -> None:
+        """Place `tokens` tokens from `start` on; of those beyond the live ones none."""
+        stop = min(start + tokens, self._into[0].shape[1])
+        for target, part in zip(self._into, self._parts(data, tokens), strict=True):
+            np.copyto(target.live[:, start:stop], part[:, : stop - start])
 
-    def rows(self) -> list[memoryview] | None:
+    def rows(self, start: int, tokens: int) -> list[memoryview] | None:
         """The memory of each run of bytes that stands together; None where some tokens stay away, or runs are short."""
-        live = self.into[0].shape[1]
-        runs = sum(target.shape[0] for target in self.into)
-        if self.start + self.tokens > live or self.tokens * sum(self.widths) < runs * _LEAST_RUN_BYTES:
+        stop = start + tokens
+        runs = sum(target.shape[0] for target in self._into)
+        if stop > self._into[0].shape[1] or tokens * sum(self._widths) < runs * _LEAST_RUN_BYTES:
             return None
-        stop = self.start + self.tokens
-        return [memoryview(row).cast("B") for target in self.into for row in target.live[:, self.start : stop]]
+        return [memoryview(row).cast("B") for target in self._into for row in target.live[:, start:stop]]
+
+    def _parts(self, data: ByteArray, tokens: int) -> list[ByteArray]:
+        """Each tensor's part of a segment. A thread reads all segments into one buffer, so its views are kept."""
+        key = (id(data.base), tokens)
+        views = self._views.get(key)
+        if views is None:
+            views = self._cut(data, tokens)
+            if data.base is not None:  # which the views keep alive, so that no other gets its id
+                self._views[key] = views
+        return views
+
+    def _cut(self, data: ByteArray, tokens: int) -> list[ByteArray]:
+        views, at = [], 0
+        for target, width in zip(self._into, self._widths, strict=True):
+            views.append(data[at : at + tokens * width].reshape(target.shape[0], tokens, target.shape[2]))
+            at += tokens * width
+        return views
 
 
 def _loose_reads(tensor: Slot, axis: int | None, into: Target) -> Iterator[Read]:

@@ -65,17 +65,13 @@ class Restore:
 
     def allocate(self) -> None:
         """Make every array. On the caller's thread."""
-        by_leaf = iter(self.targets)
-        self._arrays = []
+        by_leaf, wanted, own = iter(self.targets), [], []
         for entry, prototype, codec in zip(self._entries, self._prototypes, self._codecs, strict=True):
-            own = [target for _ in leaves([entry]) for target in next(by_leaf)]
-            for index, target in enumerate(own):
-                target.allocate(codec.capacity(entry, index, prototype))
-            self._arrays.append([target.array for target in own])
+            own.append([target for _ in leaves([entry]) for target in next(by_leaf)])
+            wanted += [(target, codec.capacity(entry, index, prototype)) for index, target in enumerate(own[-1])]
         self._companions = list(by_leaf)
-        for targets in self._companions:
-            for target in targets:
-                target.allocate(None)
+        placing.allocate([*wanted, *((target, None) for targets in self._companions for target in targets)])
+        self._arrays = [[target.array for target in targets] for targets in own]
 
     def loaded(self, entry_id: str | None = None) -> Loaded:
         """The new cache objects over the arrays, which have been filled by now. On the caller's thread."""

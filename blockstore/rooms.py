@@ -24,6 +24,8 @@ class Margins:
     threads: int = min(4, max(2, os.cpu_count() or 2))
     # A restore that keeps meeting entries that do not fit gives up when a prefill would have been faster.
     restore_s: float = 10.0
+    # A save that waits for another one to end, which has something to write; where that is stopped, long enough.
+    turn_s: float = 60.0
     # Every thread has a buffer for one block; all of them together stay well below what a save or a load may take.
     buffers_bytes: int = 48 << 20
 

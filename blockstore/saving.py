@@ -4,7 +4,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
@@ -96,23 +96,17 @@ class _Saver:
         self._lock = threading.Lock()
 
     def run(self) -> Saved:
-        self.roomy = admission.has_room(self.rooms, self._most_bytes())
         self._take_over()
+        self.roomy = admission.announce(self.rooms, self.lease, self._most_bytes())
         spread(self._to_make(), self._stage, MARGINS.threads_for(self.packer.largest))
-        sizes = {name: self.packer.size(number) for name, number in self.made_from.items()}
         now_ms = time.time_ns() // 1_000_000
         header = self.packer.header(self.digests, block_hash=self.rooms.blocks.hash_name, created_at_ms=now_ms)
         data = encode_header(header)
-        relative = self.rooms.relative_header(self.scope, self.lease.id)
-        header_bytes = self._header_bytes(len(data))
-        admission.check_quota(self.rooms, self.prepared.identity.model_id, sizes, header_bytes)
-        hits = self.rooms.index.reserve(self.lease.id, relative, sizes)
-        missing = [name for name in sizes if name not in hits or not self.rooms.blocks.has(name, sizes[name])]
-        unwritten = self._on_disk(sizes[name] for name in missing if name not in self.staged)
-        admission.make_room(self.rooms, self._on_disk(sizes.values()), header_bytes, unwritten)
-        self._place(missing)
-        self._write_header(data)
-        self._publish(implied_row(header, len(data), pinned=self.prepared.pinned, used_at_ms=now_ms))
+        sizes = {name: self.packer.size(number) for name, number in self.made_from.items()}
+        with contextlib.nullcontext() if self.roomy else admission.turn(self.rooms):
+            self._reserve(sizes, self._header_bytes(len(data)))
+            self._write_header(data)
+            self._publish(implied_row(header, len(data), pinned=self.prepared.pinned, used_at_ms=now_ms))
         self._leave_history()
         written = sum(sizes[name] for name in self.placed)
         return Saved(
@@ -126,6 +120,18 @@ class _Saver:
             blocks_reused=len(sizes) - len(self.placed),
             seconds=time.perf_counter() - self.began,
         )
+
+    def _reserve(self, sizes: Mapping[bytes, int], header_bytes: int) -> None:
+        """Reserve all blocks, make room for those that are new, and bring them into place."""
+        admission.check_quota(self.rooms, self.prepared.identity.model_id, sizes, header_bytes)
+        relative = self.rooms.relative_header(self.scope, self.lease.id)
+        hits = self.rooms.index.reserve(self.lease.id, relative, sizes)
+        admission.retract(self.rooms, self.lease)
+        missing = [name for name in sizes if name not in hits or not self.rooms.blocks.has(name, sizes[name])]
+        if not self.roomy:  # what was announced is there: others have made room beside it
+            unwritten = self._on_disk(sizes[name] for name in missing if name not in self.staged)
+            admission.make_room(self.rooms, self.lease.id, header_bytes, unwritten)
+        self._place(missing)
 
     def _take_over(self) -> None:
         """Believe, until the reservation decides, the blocks of the entry that the caches continue."""

@@ -6,6 +6,7 @@ between) and has it walked in a process of its own before mapping it: a damaged 
 """
 
 import struct
+import threading
 from contextlib import suppress
 from typing import Final
 
@@ -32,19 +33,21 @@ class Broken(StoreBroken):
 class Stamp:
     """The file index.stamp beside the directory of an index, so that a backup of the one does not bring the other.
 
-    Not safe between threads by itself: the index's lock is held around it.
+    The index's lock is held around it: shared to read, exclusive to write or to close.
     """
 
     def __init__(self, fs: FileSystem, directory: str) -> None:
         self._fs = fs
         self._path = directory + SUFFIX
         self._fd: int | None = None
+        self._mutex = threading.RLock()  # readers share the descriptor
 
     def read(self) -> State | None:
         """What the last writer noted; None where nothing readable stands there."""
         buffer = bytearray(_FORM.size)
         try:
-            count = self._fs.read_into(self._descriptor(), memoryview(buffer), 0)
+            with self._mutex:
+                count = self._fs.read_into(self._descriptor(), memoryview(buffer), 0)
         except OSError:
             return None
         if count != len(buffer):
@@ -55,7 +58,16 @@ class Stamp:
     def write(self, state: State) -> None:
         """Note the state. Where that fails the next user walks the index: the transaction stands all the same."""
         with suppress(OSError):
+            self.is_another()
             self._fs.write_at(self._descriptor(), memoryview(_FORM.pack(_MAGIC, *state)), 0)
+
+    def is_another(self) -> bool:
+        """True where another file stands there now, or none. The next call opens that, or makes one."""
+        with self._mutex:
+            another = self._fd is not None and not self._fs.same_file(self._fd, self._path)
+            if another:
+                self.close()
+            return another
 
     def close(self) -> None:
         if self._fd is not None:

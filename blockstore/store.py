@@ -99,10 +99,11 @@ class Store:
         return self
 
     def __del__(self) -> None:
-        # A store that was dropped gives back its lock. Nothing more: this may run inside anybody's transaction.
+        # A store that was dropped gives back what it has, the index later: this may run inside anybody's transaction.
         fd = getattr(self, "_lock_fd", None)
         if fd is not None:
             self._fs.close(fd)
+            environment.release_later(getattr(self, "_env", None))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -116,10 +117,9 @@ class Store:
                 return
             fd, self._lock_fd = self._lock_fd, None
         try:
-            if self._pid == os.getpid() and not self._rooms.index.read_only:
-                self._rooms.index.flush()
-        except (StoreBroken, StoreBusy, OSError):
-            pass  # the order of uses is a hint; a store that cannot take it must still close
+            with contextlib.suppress(StoreBroken, StoreBusy, OSError):  # the order of uses is a hint
+                if self._pid == os.getpid() and not self._rooms.index.read_only:
+                    self._rooms.index.flush()
         finally:
             environment.release(self._env)
             self._fs.close(fd)

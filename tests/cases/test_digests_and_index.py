@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from blake3 import blake3
 
-from blockstore import Store, StoreFull, environment
+from blockstore import Store, StoreFull, mapping
 from blockstore.digest import digest
 from cases.kit import BIG, TOKENS, assert_loads, assert_served, assert_sound, python, save, surroundings
 from fs_doubles import FailingAt
@@ -115,7 +115,7 @@ def test_case_43_readers_that_are_killed_in_the_middle_take_no_slots_and_block_n
 def test_case_43_an_index_that_cannot_grow_is_a_full_store_and_serves_what_it_has(
     error_number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(environment, "_MARGIN_BYTES", 1 << 14)  # so that it grows with every few saves
+    monkeypatch.setattr(mapping, "_MARGIN_BYTES", 1 << 14)  # so that it grows with every few saves
 
     class NoGrowth(FailingAt):
         def extend(self, path: str, size: int) -> None:

@@ -105,15 +105,15 @@ def test_case_06_an_allocation_that_fails_halfway_gives_no_cache(
     left = [0]
 
     def scarce(real: Callable[..., Any]) -> Callable[..., Any]:
-        def allocate(self: Any, *given: Any) -> Any:
+        def allocate(*given: Any, **named: Any) -> Any:
             left[0] -= 1
             if left[0] == -1:
                 raise MemoryError
-            return real(self, *given)
+            return real(*given, **named)
 
         return allocate
 
-    monkeypatch.setattr(placing.Target, "allocate", scarce(placing.Target.allocate))
+    monkeypatch.setattr(placing.Target, "take", scarce(placing.Target.take))
     monkeypatch.setattr(placing.Target, "allocate_host", scarce(placing.Target.allocate_host))
     for k in range(4):
         with small_store(tmp_path / f"store-{k}") as store:

@@ -362,9 +362,11 @@ def test_a_broken_index_is_found_and_rebuilt(command: Any, filled: Any, damage: 
     mended = command("check", "--repair", "--json", root=filled.root)
     assert (mended.code, mended.json["clean"], mended.json["repaired"]) == (0, True, True)
     assert mended.json["repairs"][0].startswith("index: ")
-    assert sorted(map(json.dumps, command("ls", "--json", root=filled.root).json["entries"])) == sorted(
-        map(json.dumps, listed["entries"])
-    )
+    assert "last uses and pins are lost" in mended.json["repairs"][0]
+    again = command("ls", "--json", root=filled.root).json
+    uses = {one["entry_id"]: one.pop("used_at_ms") for one in [*listed["entries"], *again["entries"]]}
+    assert min(uses.values()) >= max(one["created_at_ms"] for one in again["entries"]), "as if used by the repair"
+    assert sorted(map(json.dumps, again["entries"])) == sorted(map(json.dumps, listed["entries"]))
 
 
 # ---- ids

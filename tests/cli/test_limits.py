@@ -1,11 +1,14 @@
 """The commands that say what a store may take, and what stays; and commands on a store that one may only read."""
 
+import errno
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from blockstore import Store
+from blockstore import Store, StoreBroken, probe
 from blockstore.fs import FileSystem
 
 
@@ -36,6 +39,27 @@ def test_what_is_no_size_is_refused_by_name(command: Any, empty: Path, option: s
     found = command("limits", option, text, "--json", root=empty)
     assert found.code == 3
     assert found.json["error"]["facts"]["field"] == option
+
+
+@pytest.mark.parametrize("text", ["inf", "1e308"])
+def test_no_number_of_days_is_refused_by_name(command: Any, empty: Path, text: str) -> None:
+    found = command("limits", "--max-age", text, "--json", root=empty)
+    assert (found.code, found.json["error"]["facts"]["field"]) == (3, "--max-age")
+
+
+def test_nan_is_no_number_of_days(command: Any, empty: Path) -> None:
+    assert command("limits", "--max-age", "nan", root=empty).code in (2, 3)  # the parser may refuse it first
+
+
+def test_what_is_little_lifts_no_limit(command: Any, empty: Path) -> None:
+    little = ["--max-age", "0.000001", "--min-free", "0.001K", "--max-bytes", "0.1"]
+    found = command("limits", *little, "--json", root=empty).json
+    assert (found["max_age_s"], found["min_free_bytes"], found["max_bytes"]) == (1, 2, 1)
+
+
+def test_a_size_is_exact_and_one_without_end_is_refused(command: Any, empty: Path) -> None:
+    assert command("limits", "--max-bytes", "9007199254740993", "--json", root=empty).json["max_bytes"] == (1 << 53) + 1
+    assert command("limits", "--max-bytes", "9" * 5000, "--json", root=empty).code == 3
 
 
 def test_stats_show_the_limits_and_each_model(command: Any, filled: Any) -> None:
@@ -89,3 +113,86 @@ def test_changing_is_refused_where_one_may_only_read(
     monkeypatch.setattr(FileSystem, "is_writable", lambda self, path: False)
     found = command(*[filled.long if word == "ID" else word for word in args], "--json", root=filled.root)
     assert (found.code, found.json["error"]["code"]) == (8, "not-permitted")
+
+
+# ---- what one may not read or write is no damage
+
+
+def refuse(monkeypatch: pytest.MonkeyPatch, method: str, place: Path) -> None:
+    """Let the system refuse a call of the file system for this path."""
+    real = getattr(FileSystem, method)
+
+    def refused(self: FileSystem, path: str, *args: Any) -> Any:
+        if path == str(place):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+        return real(self, path, *args)
+
+    monkeypatch.setattr(FileSystem, method, refused)
+
+
+OPENED = {
+    "index/data.mdb": "open_read",
+    "index/lock": "open_lock",
+    "index/lock.turn": "open_lock",
+    "store.lock": "open_lock",
+    "store.json": "read_file",
+}
+BY_CHECK = [(["check"], name) for name in OPENED]
+BY_REPAIR = [(["check", "--repair"], name) for name in ("index/data.mdb", "store.lock", "store.json")]
+
+
+@pytest.mark.parametrize(("args", "name"), [*BY_CHECK, *BY_REPAIR])
+def test_a_check_of_what_one_may_not_read_says_so(
+    command: Any, filled: Any, args: list[str], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (filled.root / "index.stamp").unlink()
+    refuse(monkeypatch, OPENED[name], filled.root / name)
+    found = command(*args, "--json", root=filled.root)
+    assert (found.code, found.json["error"]["code"]) == (8, "not-permitted")
+    assert found.json["error"]["facts"]["path"] == str(filled.root / name)
+    assert found.json["error"]["hint"]
+
+
+@pytest.mark.parametrize("args", [["check"], ["check", "--repair"]], ids=" ".join)
+def test_an_index_that_the_process_which_walks_it_may_not_read_is_no_damage(
+    command: Any, filled: Any, args: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(probe, "_PROGRAM", "raise SystemExit(87)")
+    found = command(*args, "--json", root=filled.root)
+    assert (found.code, found.json["error"]["code"]) == (8, "not-permitted")
+
+
+def test_a_repair_of_what_one_may_not_write_is_refused(
+    command: Any, filled: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FileSystem, "is_writable", lambda self, path: False)
+    found = command("check", "--repair", "--json", root=filled.root)
+    assert (found.code, found.json["error"]["code"]) == (8, "not-permitted")
+    assert found.json["error"]["hint"].startswith("Repair it as its owner")
+
+
+# ---- a store of which something is missing
+
+
+@pytest.mark.parametrize("name", ["leases", "index", "index/lock"])
+def test_what_is_missing_or_misplaced_is_reported_and_mended(command: Any, filled: Any, name: str) -> None:
+    place = filled.root / name
+    shutil.rmtree(place) if place.is_dir() else place.unlink()
+    if name == "index/lock":
+        place.mkdir()
+    assert command("stats", root=filled.root).code == 5
+    found = command("check", "--json", root=filled.root)
+    assert (found.code, [one["name"] for one in found.json["problems"]]) == (1, [name])
+    assert command("check", "--repair", root=filled.root).code == 0
+    assert command("check", root=filled.root).code == 0
+    assert len(command("ls", "--json", root=filled.root).json["entries"]) == 2
+
+
+def test_a_repair_that_helps_nothing_does_not_say_that_it_did(
+    command: Any, filled: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(store: Store) -> None:
+        raise StoreBroken("it is as it was")
+
+    monkeypatch.setattr(Store, "entries", fail)
+    assert command("check", "--repair", root=filled.root).code == 5

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from blockstore.errors import InvalidInput
-from blockstore.identity import Identity, identity_of, tokenizer_hash_of, versions_of
+from blockstore.identity import Identity, identity_of, tokenizer_hash_of
+from blockstore.versions import versions_of
 
 CONFIG = {"model_type": "llama", "hidden_size": 64, "rope_theta": 10000.0}
 TOKENIZER = b'{"version": "1.0"}'

@@ -10,9 +10,10 @@ import contextlib
 import os
 import random
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 from blockstore.environment import DATA_NAME, Environment
@@ -95,9 +96,9 @@ class Tape(FileSystem):
         write = Environment.write
 
         @contextlib.contextmanager
-        def noted(env: Environment) -> Iterator[Transaction]:
-            with write(env) as txn:
-                yield txn
+        def noted(env: Environment, made: Callable[[Transaction], Any]) -> Iterator[Any]:
+            with write(env, made) as inside:
+                yield inside
             self.note("commit", env.path, data=index_bytes(env.path))
 
         with mock.patch.object(Environment, "write", noted):

@@ -199,17 +199,17 @@ class Scheduler:
     def in_charge(self) -> Iterator[None]:
         """Locks wait by passing the turn on, and every store stands for a process of its own."""
         clock = SimpleNamespace(monotonic=lambda: 0.0, sleep=lambda seconds: self.wait())
-        conditions = SimpleNamespace(Condition=lambda: _Condition(self))
+        mutexes = SimpleNamespace(RLock=lambda: _Mutex(self))
         with (
             mock.patch.object(locks, "time", clock),
-            mock.patch.object(locks, "threading", conditions),
+            mock.patch.object(locks, "threading", mutexes),
             separate_environments(),
         ):
             yield
 
 
-class _Condition:
-    """A condition variable among the threads of one process."""
+class _Mutex:
+    """A mutex among the threads of one process."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
@@ -222,16 +222,6 @@ class _Condition:
 
     def __exit__(self, *exception: object) -> None:
         self._held = False
-        self._scheduler.wake()
-
-    def wait_for(self, ready: Callable[[], bool], timeout: float) -> bool:
-        while not ready():
-            self.__exit__()
-            self._scheduler.wait()
-            self.__enter__()
-        return True
-
-    def notify_all(self) -> None:
         self._scheduler.wake()
 
 

@@ -165,7 +165,7 @@ def test_no_room_for_the_index_is_a_full_store_and_nothing_is_lost(disk: Path) -
         other = take_what_is_left(disk)
         for _ in range(3):
             for number in range(3):
-                with pytest.raises(StoreFull, match="the index"):
+                with pytest.raises(StoreFull, match="no space is left"):
                     store.save(*wide(number), identity("other"))
             assert_all_load(store, ids)
         assert_clean(store)

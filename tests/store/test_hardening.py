@@ -31,7 +31,7 @@ def test_an_array_without_memory_is_an_error_not_a_buffer_of_its_own(monkeypatch
     """Where MLX cannot allocate, numpy would take memory of its own, which is filled and thrown away."""
     monkeypatch.setattr(buffers.np, "asarray", lambda view: np.empty(view.shape, np.uint32))
     with pytest.raises(MemoryError):
-        buffers.writable_view(mx.zeros((4,), dtype=mx.float32))
+        buffers.writable_views([mx.zeros((4,), dtype=mx.float32)])
 
 
 # ---- a damaged index never serves another prompt

@@ -162,7 +162,7 @@ def test_saving_the_same_again_touches_no_block(store: Store, fs: Recording) -> 
     fs.clear()
     again = store.save(TOKENS, [*plain(TOKENS, 2), extend(kvcodecs.RotatingKVCache(20), TOKENS, 1)], IDENTITY)
     assert again.blocks_written == 0
-    assert [os.path.basename(call.path) for call in fs.named("write_new")] == ["header"]
+    assert [os.path.basename(call.path) for call in fs.named("write_new")] == ["announced", "header"]
     assert [call for call in fs.named("rename", "unlink", "open_read") if call.within("blocks")] == []
 
 

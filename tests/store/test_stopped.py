@@ -141,6 +141,11 @@ def test_many_threads_that_wait_for_a_stopped_writer_lose_patience_together(
     assert_whole(root, nursery)
 
 
+def hold_threads(lock: locks.HostLock) -> None:
+    with lock.threads():
+        pass
+
+
 def test_who_could_not_wait_for_the_threads_lets_nobody_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a fork beside a transaction that takes too long: it goes on, and must not free what it did not get."""
     lock = locks.HostLock(FileSystem(), str(tmp_path / "lock"))
@@ -148,8 +153,7 @@ def test_who_could_not_wait_for_the_threads_lets_nobody_in(tmp_path: Path, monke
     with ThreadPoolExecutor(1) as pool, lock.exclusive():
         for _ in range(2):
             with pytest.raises(StoreBusy):
-                pool.submit(lock.hold_threads).result()
-            pool.submit(lock.release_threads).result()
+                pool.submit(hold_threads, lock).result()
     with lock.shared():
         pass
     lock.close()
