@@ -23,8 +23,8 @@ from typing import Any, Final
 
 from blockstore import Identity, Store
 from blockstore.fs import FileSystem
-from blockstore.identity import versions_of
 from blockstore.layout import Durability
+from blockstore.versions import versions_of
 
 IDENTITY: Final = Identity("model", "config", "tokenizer", "")
 MIB: Final = 1 << 20
