@@ -42,7 +42,6 @@ def _calls() -> Any:
     """The C library, where it has both calls."""
     try:
         library = ctypes.CDLL(None)
-        library.madvise, library.mincore  # noqa: B018  # looked up here, so that their absence is met here
-    except (OSError, AttributeError):
+    except OSError:
         return None
-    return library
+    return library if hasattr(library, "madvise") and hasattr(library, "mincore") else None
