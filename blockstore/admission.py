@@ -191,7 +191,7 @@ def _lease_bytes(rooms: Rooms, lease_id: str) -> int:
         announced = int(rooms.fs.read_file(os.path.join(folder, _ANNOUNCED), _NUMBER_BYTES))
     except (OSError, ValueError):  # none, or it is being written: then whoever writes it sees what we have announced
         return written
-    return max(written, announced) if announced > written and rooms.leases.has_live_owner(lease_id) else written
+    return announced if announced > written and rooms.leases.has_live_owner(lease_id) else written
 
 
 def _full(rooms: Rooms, limits: Limits, more_bytes: int, coming_bytes: int) -> StoreFull:

@@ -9,13 +9,13 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
 from . import cli_views as views
 from .cli_app import DryRun, Json, Root, app
-from .cli_exit import Code, MissingPackage, code_of, one_line, warn
+from .cli_exit import Code, MissingPackage, end_with, failure
 from .cli_ids import choose, is_id_like, resolve
 from .cli_limits import limits, pin
 from .cli_move import export_entries, import_files
@@ -190,15 +190,11 @@ def rm(
                 "dry_run": dry_run,
                 "removed": removed,
                 "collectable_bytes": space.unique_bytes,
-                "failed": [{"entry": text, **_error_json(error)} for text, error in failed.items()],
+                "failed": [failure("entry", *item) for item in failed.items()],
             },
             lambda: views.removal_lines([chosen[one] for one in removed], space, dry_run=dry_run),
         )
-        if failed and not run.as_json:
-            for error in failed.values():
-                warn(one_line(error.message, error.facts))
-        if failed:
-            raise typer.Exit(Code.FOUND)
+        end_with(failed, as_json=run.as_json)
 
 
 def _remove(store: Store, entry_id: str, failed: dict[str, BlockstoreError]) -> bool:
@@ -208,10 +204,6 @@ def _remove(store: Store, entry_id: str, failed: dict[str, BlockstoreError]) -> 
         failed[entry_id] = error
         return False
     return True
-
-
-def _error_json(error: BlockstoreError) -> dict[str, Any]:
-    return {"code": error.code, "message": error.message, "exit_code": code_of(error)}
 
 
 @app.command()

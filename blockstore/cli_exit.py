@@ -119,6 +119,21 @@ def one_line(message: str, facts: Mapping[str, object]) -> str:
     return printable(f"{message} ({known})" if known else message)
 
 
+def failure(what: str, text: str, error: BlockstoreError | OSError) -> dict[str, Any]:
+    """One failure of several, for JSON: what was asked for, and why it could not be done."""
+    code, message = (error.code, error.message) if isinstance(error, BlockstoreError) else ("os-error", str(error))
+    return {what: text, "code": code, "message": message, "exit_code": code_of(error)}
+
+
+def end_with(failed: Mapping[str, BlockstoreError], *, as_json: bool) -> None:
+    """Name each failure, unless the JSON has, and end the command; go on where nothing failed."""
+    if not as_json:
+        for error in failed.values():
+            warn(one_line(error.message, error.facts))
+    if failed:
+        raise typer.Exit(Code.FOUND)
+
+
 def _tell(code: str, message: str, hint: str, facts: Mapping[str, object], *, as_json: bool) -> None:
     if as_json:
         error = {"code": code, "message": message, "hint": hint, "facts": dict(facts)}

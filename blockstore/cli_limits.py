@@ -9,10 +9,10 @@ import typer
 
 from . import cli_views as views
 from .cli_app import Json, Root
-from .cli_exit import Code, code_of, one_line, warn
+from .cli_exit import end_with, failure
 from .cli_ids import choose
 from .cli_run import running
-from .errors import BlockstoreError, InvalidInput
+from .errors import InvalidInput
 
 _UNITS: Final = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _SIZE: Final = re.compile(r"(\d{1,20}(?:\.\d{1,20})?)\s*([KMGT]?)(?:I?B)?", re.IGNORECASE)
@@ -71,19 +71,11 @@ def pin(
             lambda: {
                 "pinned": not off,
                 "entries": list(chosen),
-                "failed": [{"entry": text, **_error_json(error)} for text, error in failed.items()],
+                "failed": [failure("entry", *item) for item in failed.items()],
             },
             lambda: [f"{'unpinned' if off else 'pinned'} {entry_id}" for entry_id in chosen] or ["nothing was changed"],
         )
-        if failed and not run.as_json:
-            for error in failed.values():
-                warn(one_line(error.message, error.facts))
-        if failed:
-            raise typer.Exit(Code.FOUND)
-
-
-def _error_json(error: BlockstoreError) -> dict[str, Any]:
-    return {"code": error.code, "message": error.message, "exit_code": code_of(error)}
+        end_with(failed, as_json=run.as_json)
 
 
 def _bytes(text: str | None, option: str) -> int | None:

@@ -2,13 +2,13 @@
 
 from enum import StrEnum
 from types import ModuleType
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from . import cli_views as views
 from .cli_app import Json, Root
-from .cli_exit import Code, MissingPackage, code_of, one_line, warn
+from .cli_exit import Code, MissingPackage, failure, one_line, warn
 from .cli_ids import choose
 from .cli_run import Run, running
 from .cli_text import printable
@@ -53,7 +53,7 @@ def _import(run: Run, store: Store, files: list[str]) -> None:
             except (CacheMiss, InvalidInput, OSError) as error:  # the file's fault; the store's would come again
                 failed[path] = error
     run.show(
-        lambda: {**views.import_json(done), "failed": [_failure("path", *item) for item in failed.items()]},
+        lambda: {**views.import_json(done), "failed": [failure("path", *item) for item in failed.items()]},
         lambda: views.import_lines(done),
     )
     _report(failed, quiet=run.as_json)
@@ -85,7 +85,7 @@ def export_entries(
         run.show(
             lambda: {
                 "exported": [{"entry_id": one, "path": path} for one, path in written.items()],
-                "failed": [_failure("entry", *item) for item in failed.items()],
+                "failed": [failure("entry", *item) for item in failed.items()],
             },
             lambda: list(map(printable, written.values())) or ["nothing was exported"],
         )
@@ -101,11 +101,6 @@ def _moving() -> ModuleType:
             raise
         raise MissingPackage(str(error)) from error  # it says what to install
     return moving
-
-
-def _failure(what: str, text: str, error: BlockstoreError | OSError) -> dict[str, Any]:
-    code, message = (error.code, error.message) if isinstance(error, BlockstoreError) else ("os-error", str(error))
-    return {what: text, "code": code, "message": message, "exit_code": code_of(error)}
 
 
 def _report(failed: _Failures, *, quiet: bool) -> None:

@@ -110,6 +110,19 @@ def _prepared(rooms: Rooms, fd: int, path: str, header: Header, provider_id: str
     attachments = tuple(map(_bare_attachment, header.attachments))
     config = rooms.layout.config
     flat = [*leaves(caches), *placing.companions(attachments)]
+    plan = cut.plan("segments", flat, config.span, config.block_bytes)
+    return _as_prepared(header, provider_id, caches, attachments, plan, _file_views(rooms.fs, fd, path, header, flat))
+
+
+def _as_prepared(
+    header: Header,
+    provider_id: str,
+    caches: tuple[HeaderEntry, ...],
+    attachments: tuple[Attachment, ...],
+    plan: cut.CutPlan,
+    views: dict[cut.Ref, ByteArray],
+) -> Prepared:
+    """A snapshot of what a header describes, in other words and cut anew; all else is the header's."""
     return Prepared(
         identity=Identity(header.model_id, header.config_fingerprint, header.tokenizer_hash, header.ns),
         provider_id=provider_id,
@@ -118,8 +131,8 @@ def _prepared(rooms: Rooms, fd: int, path: str, header: Header, provider_id: str
         attachments=attachments,
         generation_checkpoint=header.generation_checkpoint,
         created_at_ms=header.created_at,
-        plan=cut.plan("segments", flat, config.span, config.block_bytes),
-        views=_file_views(rooms.fs, fd, path, header, flat),
+        plan=plan,
+        views=views,
     )
 
 
@@ -151,17 +164,8 @@ def export_entry(rooms: Rooms, entry_id: str, folder: str, layout: str, block_by
     targets = placing.targets(flat)
     source = BlockSource(rooms.blocks, header, targets)
     source.check()
-    prepared = Prepared(
-        identity=Identity(header.model_id, header.config_fingerprint, header.tokenizer_hash, header.ns),
-        provider_id=FIRST_PROVIDER_ID,
-        tokens=pack_tokens(header.tokens),
-        caches=caches,
-        attachments=attachments,
-        generation_checkpoint=header.generation_checkpoint,
-        created_at_ms=header.created_at,
-        plan=cut.plan(layout, flat, 1, block_bytes),
-        views=_host_views(targets),
-    )
+    plan = cut.plan(layout, flat, 1, block_bytes)
+    prepared = _as_prepared(header, FIRST_PROVIDER_ID, caches, attachments, plan, _host_views(targets))
     source.fill(verify=True)
     path = os.path.join(folder, entry_id + HEADER_SUFFIX)
     os.makedirs(folder, exist_ok=True)
