@@ -7,6 +7,7 @@ import json
 import struct
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from math import prod
 from typing import Any, Final, cast
 
@@ -24,6 +25,9 @@ _PROBE_BYTES: Final = 64 << 10
 _PATTERN: Final = 0xA5
 # The size of a huge page where there are any; smaller memory has none.
 _HUGE_BYTES: Final = 2 << 20
+_SMALL_PART_BYTES: Final = 32 << 10
+# Zeroing so little is quicker than the way to memory that nobody has zeroed.
+_SMALL_BYTES: Final = 512 << 10
 
 ByteArray = np.ndarray[Any, np.dtype[Any]]
 
@@ -66,7 +70,7 @@ def unfilled(wanted: Sequence[tuple[Sequence[int], int]]) -> list[mx.array]:
 
     Where the device allows, their memory is not touched before it is filled: one pass less over it. Otherwise zeros.
     """
-    plain = [_SAFETENSORS[code] is None or prod(shape) == 0 for shape, code in wanted]
+    plain = [_SAFETENSORS[code] is None or _size(shape, code) < _SMALL_BYTES for shape, code in wanted]
     if not _can_fill_in_place():
         plain = [True] * len(wanted)
     untouched = iter(_untouched([one for one, is_plain in zip(wanted, plain, strict=True) if not is_plain]))
@@ -109,6 +113,17 @@ class Scratch(threading.local):
         if len(self._buffer) < size:
             self._buffer = np.empty(size, np.uint8)
         return self._buffer[:size]
+
+
+class Turns:
+    """Lets threads take turns where they copy many small parts: they would do little but hand Python's lock around."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+
+    def copying(self, parts: int, size: int) -> AbstractContextManager[object]:
+        """Around copying so many parts of `size` bytes together."""
+        return self._lock if size < parts * _SMALL_PART_BYTES else nullcontext()
 
 
 def _distinct(array: mx.array, stream: Any) -> mx.array:
@@ -155,12 +170,16 @@ class _HeaderOnly:
         return self._position
 
 
+def _size(shape: Sequence[int], code: int) -> int:
+    return prod(shape) * DTYPES[code][1]
+
+
 def _untouched(wanted: Sequence[tuple[Sequence[int], int]]) -> list[mx.array]:
     if not wanted:
         return []
     table, end = dict[str, Any](), 0
     for number, (shape, code) in enumerate(wanted):
-        begin, end = end, end + prod(shape) * DTYPES[code][1]
+        begin, end = end, end + _size(shape, code)
         table[str(number)] = {"dtype": _SAFETENSORS[code], "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(table).encode()
     text += b" " * (-len(text) % 8)

@@ -60,16 +60,13 @@ class FileSystem:
         """Fill the buffers one after the other from the beginning of a file; how many bytes there were."""
         done = 0
         for first in range(0, len(buffers), _MOST_BUFFERS):
-            batch = list(buffers[first : first + _MOST_BUFFERS])
+            batch = buffers[first : first + _MOST_BUFFERS]
             while batch:
                 count = os.preadv(fd, batch, done)
                 if count == 0:
                     return done
                 done += count
-                while batch and count >= len(batch[0]):
-                    count -= len(batch.pop(0))
-                if count:
-                    batch[0] = batch[0][count:]
+                batch = _behind(batch, count)
         return done
 
     def read_file(self, path: str, limit: int) -> bytes:
@@ -186,6 +183,16 @@ class FileSystem:
                 if error.errno not in (errno.ENOTSUP, errno.EINVAL, errno.ENOTTY):
                     raise
         os.fsync(fd)
+
+    def begin_writing(self, path: str) -> None:
+        """Let the system begin to write a file that the caller is going to sync: the disk works meanwhile. A hint."""
+        from .libc import begin_writing  # the light commands, which save nothing, are not to pay for ctypes
+
+        fd = self.open_read(path)
+        try:
+            begin_writing(fd)
+        finally:
+            os.close(fd)
 
     def sync_file(self, path: str) -> None:
         fd = self.open_read(path)
@@ -336,3 +343,14 @@ class FileSystem:
 def is_full(error: OSError) -> bool:
     """True where an error means that no room is left, on the disk or in the user's quota."""
     return error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
+def _behind(buffers: Sequence[memoryview], count: int) -> list[memoryview]:
+    """What of the buffers is left once the first `count` bytes are filled; mostly nothing."""
+    if count >= sum(map(len, buffers)):
+        return []
+    left = list(buffers)
+    while count >= len(left[0]):
+        count -= len(left.pop(0))
+    left[0] = left[0][count:]
+    return left

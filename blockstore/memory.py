@@ -7,8 +7,13 @@ from typing import Any, Final
 
 import numpy as np
 
+from .libc import library
+
 _ADVICE: Final[int | None] = getattr(mmap, "MADV_HUGEPAGE", None)
 _SAMPLES: Final = 4
+# The least size of free memory, as a power of two pages, that is reported to the host; huge where nobody wants to know.
+_REPORTING: Final = "/sys/module/page_reporting/parameters/page_reporting_order"
+_NO_ORDER: Final = 64
 
 
 def ask_for_huge_pages(memory: np.ndarray[Any, Any]) -> None:
@@ -39,9 +44,19 @@ def _is_touched(mincore: Any, start: int, size: int) -> bool:
 
 @cache
 def _calls() -> Any:
-    """The C library, where it has both calls."""
+    """The C library, where it has both calls and huge pages are of use."""
+    found = library()
+    return found if hasattr(found, "madvise") and hasattr(found, "mincore") and not _is_taken_back() else None
+
+
+def _is_taken_back() -> bool:
+    """Whether this is a virtual machine whose host takes back free memory.
+
+    It does so in large pieces: a huge page is mostly one that the host must find again, and that costs more than the
+    faults it saves. What was given back in small pieces is still there.
+    """
     try:
-        library = ctypes.CDLL(None)
-    except OSError:
-        return None
-    return library if hasattr(library, "madvise") and hasattr(library, "mincore") else None
+        with open(_REPORTING, encoding="ascii") as file:
+            return int(file.read()) < _NO_ORDER
+    except (OSError, ValueError):
+        return False

@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import msgspec
-import numpy as np
 
 from kvcodecs.entry import BlockRef, HeaderEntry, Slot, leaves, replace_leaves
 
 from . import cut, records
-from .buffers import ByteArray, Scratch, flat_views
+from .buffers import ByteArray, Scratch, Turns, flat_views
 from .history import Taken
 from .identity import Identity
 from .placing import companions
@@ -123,6 +122,7 @@ class Packer:
         self._jobs = list(_jobs(prepared))
         self._scratch = Scratch()
         self._views: dict[tuple[int, int, int], list[ByteArray]] = {}
+        self._turns = Turns()
         # Not a cached_property: before Python 3.12 that has a lock, which a fork may find held.
         self.largest = max((job.size for job in self._jobs), default=0)  # bytes of a block
 
@@ -148,8 +148,9 @@ class Packer:
         else:
             parts = list(flat_views(self.prepared.views[job.part.tensor], job.start, job.stop))
             into = _laid_out(out, parts)
-        for place, part in zip(into, parts, strict=True):
-            np.copyto(place, part)
+        with self._turns.copying(len(parts), job.size):
+            for place, part in zip(into, parts, strict=True):
+                place[...] = part  # not np.copyto, whose way through Python costs more than a small part
         return out.data
 
     def _into(self, out: ByteArray, job: _Job, parts: Sequence[ByteArray]) -> list[ByteArray]:

@@ -70,6 +70,7 @@ class _Entry(msgspec.Struct, rename="camel"):
 def parse(data: bytes) -> Header:
     """The header that the JSON `data` spells; its rules are not checked yet. Raises rules.Refused."""
     check_size(data)
+    _check_text(data)
     _check_depth(data)
     version = _decode(data, _Version, "").format_version
     check_version(version)
@@ -112,6 +113,15 @@ def check_size(data: bytes) -> None:
         found = data.count(mark)
         if found > most:
             raise Refused("JSON", f"at most {most} {what}", found, unsupported=True)
+
+
+def _check_text(data: bytes) -> None:
+    """Refuse what is not UTF-8, also where nobody reads it: a field that is skipped, or its name."""
+    if not data.isascii():
+        try:
+            data.decode()
+        except UnicodeDecodeError as error:
+            raise Refused("JSON", "UTF-8", f"byte {error.start} is not") from None
 
 
 def _check_depth(data: bytes) -> None:

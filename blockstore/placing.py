@@ -15,7 +15,7 @@ import numpy as np
 from kvcodecs import geometry
 from kvcodecs.entry import HeaderEntry, Slot, leaves
 
-from .buffers import ByteArray, flat_views, unfilled, writable_views
+from .buffers import ByteArray, Turns, flat_views, unfilled, writable_views
 from .errors import UnsupportedFormat
 from .records import Attachment, Group, Header, token_bytes
 
@@ -98,9 +98,11 @@ def reads(header: Header, wanted: Sequence[Sequence[Target]]) -> Iterator[Read]:
     """The blocks that `wanted` needs, and where their bytes go; blocks that hold only later tokens are left out."""
     flat = [*leaves(header.caches), *companions(header.attachments)]
     by_group = []
+    turns = Turns()
     for group in header.segments or ():
         slots = [flat[leaf].tensors[index] for leaf, index in group.tensors]
-        by_group.append(_group_reads(group, slots, [wanted[leaf][index] for leaf, index in group.tensors]))
+        into = [wanted[leaf][index] for leaf, index in group.tensors]
+        by_group.append(_group_reads(group, slots, into, turns))
     # By turns: threads that fill neighbouring parts of one array at once wait for each other's new pages.
     yield from (read for turn in zip_longest(*by_group) for read in turn if read is not None)
     for leaf, entry in enumerate(flat):
@@ -121,11 +123,11 @@ def _outer_rows_inner(tensor: Slot, shape: tuple[int, ...], axis: int | None) ->
     return prod(shape[:axis]), shape[axis], prod(shape[axis + 1 :]) * tensor.item_size
 
 
-def _group_reads(group: Group, slots: Sequence[Slot], into: Sequence[Target]) -> Iterator[Read]:
+def _group_reads(group: Group, slots: Sequence[Slot], into: Sequence[Target], turns: Turns) -> Iterator[Read]:
     widths = [token_bytes(tensor) for tensor in slots]
     axis = slots[0].axis
     assert axis is not None, "decode_header has checked that slots of a group have an axis"
-    placer = _GroupPlacer(into, widths)
+    placer = _GroupPlacer(into, widths, turns)
     live, start = into[0].shape[1], 0
     for name, tokens in zip(group.digests(), group.counts(slots[0].shape[axis]), strict=True):
         if start >= live:
@@ -141,16 +143,19 @@ def _group_reads(group: Group, slots: Sequence[Slot], into: Sequence[Target]) ->
 class _GroupPlacer:
     """Spreads the segments of one group over its tensors. For several threads at once."""
 
-    def __init__(self, into: Sequence[Target], widths: Sequence[int]) -> None:
+    def __init__(self, into: Sequence[Target], widths: Sequence[int], turns: Turns) -> None:
         self._into = into
         self._widths = widths
         self._views: dict[tuple[int, int], list[ByteArray]] = {}
+        self._turns = turns
 
     def put(self, start: int, tokens: int, data: ByteArray, _: int) -> None:
         """Place `tokens` tokens from `start` on; of those beyond the live ones none."""
         stop = min(start + tokens, self._into[0].shape[1])
-        for target, part in zip(self._into, self._parts(data, tokens), strict=True):
-            np.copyto(target.live[:, start:stop], part[:, : stop - start])
+        parts = self._parts(data, tokens)
+        with self._turns.copying(len(parts), tokens * sum(self._widths)):
+            for target, part in zip(self._into, parts, strict=True):
+                target.live[:, start:stop] = part[:, : stop - start]
 
     def rows(self, start: int, tokens: int) -> list[memoryview] | None:
         """The memory of each run of bytes that stands together; None where some tokens stay away, or runs are short."""

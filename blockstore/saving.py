@@ -164,7 +164,10 @@ class _Saver:
             self._write_temporary(name, data)
 
     def _write_temporary(self, name: bytes, data: memoryview) -> None:
-        self.rooms.fs.write_new(self.lease.temporary(name.hex()), [data])
+        path = self.lease.temporary(name.hex())
+        self.rooms.fs.write_new(path, [data])
+        if self.rooms.layout.durable:
+            self.rooms.fs.begin_writing(path)
         with self._lock:
             self.staged.add(name)
 

@@ -57,7 +57,10 @@ class BlockSource:
             data = self._scratch.take(read.size)
             self._blocks.read(read.digest, data.data, verify=verify)
             read.place(data, 0)
-            return
+        else:
+            self._stream(read, verify)
+
+    def _stream(self, read: placing.Read, verify: bool) -> None:
         data = self._scratch.take(min(read.size, _PIECE_BYTES))
         at = 0
         for piece in self._blocks.stream(read.digest, read.size, data.data, verify=verify):

@@ -58,6 +58,7 @@ def of_json() -> Iterator[Row]:
     for name, text in {
         "empty": b"", "not JSON": b"hello", "cut": b'{"formatVersion":5,', "a list": b"[]", "twice": b"{}{}",
         "NaN": b'{"formatVersion":NaN}', "not UTF-8": b'{"formatVersion":5,"ns":"\xff"}',
+        "a name that is not UTF-8": b'{"formatVersion":5,"\xf3ns":[],"createdAt":1,"tokens":[1],"caches":[]}',
     }.items():  # fmt: skip
         field = "formatVersion" if name == "twice" else "JSON"
         yield Row(f"JSON: {name}", pack(text), CorruptEntry, field)

@@ -3,7 +3,8 @@
     python tools/bench/cold_save/run.py --json
 
 Beside mlx-lm's save_prompt_cache, with and without an fsync behind it: our own rows cut with one fsync a block, and
-`cp` of as many bytes as the physical reference.
+`cp` of as many bytes as the physical reference. What the machine allows is measured, too: as many bytes copied,
+digested and written to new files of 1 MiB by as many threads, and nothing else.
 """
 
 import os
@@ -14,12 +15,19 @@ from collections.abc import Generator
 # The repository stands last: an installed blockstore comes first.
 sys.path.append(os.path.abspath(os.path.join(__file__, "..", "..", "..", "..")))
 
+import numpy as np
+from blake3 import blake3
 from mlx_lm.models.cache import save_prompt_cache
 
 from blockstore import Meta, save_kv_cache
+from blockstore.buffers import Scratch
 from blockstore.layout import Durability
+from blockstore.rooms import MARGINS
+from blockstore.workers import spread
 from tools.bench.kit import IDENTITY, Bench, Contender, Row, at_least, main, new_store, noted, require
 from tools.bench.workloads import PlainKV, Workload, main_loads, peer_path, same, saved_in, saves_safetensors
+
+BLOCK = 1 << 20
 
 
 def ours(load: Workload, durability: Durability) -> Contender:
@@ -59,10 +67,32 @@ def copies(load: Workload) -> Contender:
     return contender
 
 
+def bare(load: Workload) -> Contender:
+    """What no save of new blocks can do without, in plain numpy."""
+
+    def contender(folder: str) -> Generator[None]:
+        count = -(-load.bytes // BLOCK)
+        source = np.random.default_rng(1).integers(0, 256, (count, BLOCK), dtype=np.uint8)
+        scratch = Scratch()
+
+        def save(number: int) -> None:
+            block = scratch.take(BLOCK)
+            block[...] = source[number]
+            with open(os.path.join(folder, blake3(block.data).hexdigest()), "xb", buffering=0) as file:
+                file.write(block.data)
+
+        yield
+        spread(range(count), save, MARGINS.threads_for(BLOCK))
+        yield
+
+    return contender
+
+
 def compared(bench: Bench, load: Workload, rounds: int, *, references: bool = False) -> list[Row]:
     contenders = {
         "ours": ours(load, "none"),
         "save_prompt_cache": saves_safetensors(load),
+        "bare": bare(load),
         "ours_durable": ours(load, "full"),
         "save_prompt_cache_fsync": saves_safetensors(load, sync=True),
     }
@@ -76,6 +106,9 @@ def compared(bench: Bench, load: Workload, rounds: int, *, references: bool = Fa
         at_least(f"{what}: × save_prompt_cache (aim: 1.6)", 1.3, against / seconds["ours"], **speeds),
         at_least(f"{what}, durable: × save_prompt_cache + fsync", 0.85, durably / seconds["ours_durable"]),
     ]
+    rows.append(
+        noted(f"{what}: bare copy, digest and write on all CPUs: × save_prompt_cache", against / seconds["bare"])
+    )
     if references:
         theirs = seconds["rows_cut"] / seconds["ours_durable"]
         rows.append(noted(f"{what}, durable: × rows cut, one fsync a block", theirs))

@@ -70,7 +70,7 @@ def one_round(bench: Bench, load: PlainKV) -> tuple[float, float, float]:
 def measure(bench: Bench) -> list[Row]:
     one_round(bench, PlainKV(1, 256, dim=8))  # what only the first call costs
     load = PlainKV(bench.size(16, 2), bench.size(4096, 256), dim=bench.size(128, 16))
-    rounds = [one_round(bench, load) for _ in range(bench.rounds(5))]
+    rounds = [one_round(bench, load) for _ in range(bench.rounds(11))]
     ordinary, known, pinned = (median(column) for column in zip(*rounds, strict=True))
     what = f"first decode step after prepare, {load.name}"
     return [

@@ -3,7 +3,8 @@
     python tools/bench/restore/run.py --json
 
 Beside mlx-lm's load_prompt_cache to the same point, and plain reading of as many bytes into new memory as the physical
-reference. The page cache is warm: all of it was written just before.
+reference. What the machine allows is measured, too: as many bytes in files of 1 MiB read, digested and copied into new
+memory by as many threads, and nothing else. The page cache is warm: all of it was written just before.
 """
 
 import os
@@ -14,10 +15,16 @@ from collections.abc import Generator
 sys.path.append(os.path.abspath(os.path.join(__file__, "..", "..", "..", "..")))
 
 import numpy as np
+from blake3 import blake3
 from mlx_lm.models.cache import save_prompt_cache
 
+from blockstore.buffers import Scratch
+from blockstore.rooms import MARGINS
+from blockstore.workers import spread
 from tools.bench.kit import IDENTITY, Bench, Contender, Row, at_least, main, new_store, noted, require
 from tools.bench.workloads import PlainKV, Workload, loads_safetensors, main_loads, peer_path, same, saved_in
+
+BLOCK = 1 << 20
 
 
 def restores(load: Workload, *, verify: bool) -> Contender:
@@ -47,6 +54,31 @@ def reads(load: Workload) -> Contender:
     return contender
 
 
+def bare(load: Workload) -> Contender:
+    """What no verified restore can do without, in plain numpy."""
+
+    def contender(folder: str) -> Generator[None]:
+        paths = [os.path.join(folder, str(number)) for number in range(-(-load.bytes // BLOCK))]
+        for path in paths:
+            with open(path, "xb") as file:
+                file.write(os.urandom(BLOCK))
+        scratch = Scratch()
+        yield
+        into = np.empty((len(paths), BLOCK), np.uint8)
+
+        def restore(number: int) -> None:
+            block = scratch.take(BLOCK)
+            with open(paths[number], "rb", buffering=0) as file:
+                file.readinto(block.data)
+            blake3(block.data).digest()
+            into[number] = block
+
+        spread(range(len(paths)), restore, MARGINS.threads_for(BLOCK))
+        yield
+
+    return contender
+
+
 def compared(bench: Bench, load: Workload, rounds: int) -> list[Row]:
     seconds = bench.medians(
         {
@@ -54,6 +86,7 @@ def compared(bench: Bench, load: Workload, rounds: int) -> list[Row]:
             "load_prompt_cache": loads_safetensors(load),
             "unverified": restores(load, verify=False),
             "read": reads(load),
+            "bare": bare(load),
         },
         rounds,
     )
@@ -63,6 +96,7 @@ def compared(bench: Bench, load: Workload, rounds: int) -> list[Row]:
         at_least(f"{what}, verified: × load_prompt_cache (aim: 2.2)", 1.8, peer / seconds["verified"], **speeds),
         at_least(f"{what}, unverified: × load_prompt_cache", 2.8, peer / seconds["unverified"]),
         noted(f"{what}, verified: × reading one file", seconds["read"] / seconds["verified"]),
+        noted(f"{what}: bare read, digest and copy on all CPUs: × load_prompt_cache", peer / seconds["bare"]),
     ]
 
 
