@@ -38,14 +38,19 @@ if TYPE_CHECKING:
         save_kv_cache,
         save_kv_cache_async,
     )
+    from .pending import Outcome, SpillStats
     from .restoring import Loaded
     from .saving import Saved
+    from .spill import SpillQueue
 
-# These bring mlx, which the commands that only look or collect do without.
+# These bring mlx, or what only servers need: the commands that only look or collect do without.
 _LAZY = {
     "Loaded": "restoring",
+    "Outcome": "pending",
     "Saved": "saving",
     "SavedFile": "files",
+    "SpillQueue": "spill",
+    "SpillStats": "pending",
     "clone_kv_caches": "files",
     "load_kv_cache": "files",
     "load_kv_cache_async": "files",
@@ -80,8 +85,11 @@ __all__ = [
     "Match",
     "Meta",
     "NotPermitted",
+    "Outcome",
     "Saved",
     "SavedFile",
+    "SpillQueue",
+    "SpillStats",
     "Stats",
     "Store",
     "StoreBroken",
