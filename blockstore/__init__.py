@@ -16,6 +16,7 @@ from .errors import (
     IdentityMismatch,
     InvalidInput,
     NotPermitted,
+    NotStored,
     StoreBroken,
     StoreBusy,
     StoreFull,
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
         save_kv_cache_async,
     )
     from .pending import Outcome, SpillStats
+    from .prompt_cache import PersistentPromptCache, PromptCacheStats
     from .restoring import Loaded
     from .saving import Saved
     from .spill import SpillQueue
@@ -46,6 +48,8 @@ if TYPE_CHECKING:
 # These bring mlx, or what only servers need: the commands that only look or collect do without.
 _LAZY = {
     "Loaded": "restoring",
+    "PersistentPromptCache": "prompt_cache",
+    "PromptCacheStats": "prompt_cache",
     "Outcome": "pending",
     "Saved": "saving",
     "SavedFile": "files",
@@ -85,7 +89,10 @@ __all__ = [
     "Match",
     "Meta",
     "NotPermitted",
+    "NotStored",
     "Outcome",
+    "PersistentPromptCache",
+    "PromptCacheStats",
     "Saved",
     "SavedFile",
     "SpillQueue",

@@ -37,6 +37,8 @@ LEVELS = [
     ["moving"],
     ["opening"],
     ["store"],
+    ["agreement", "extracted"],
+    ["prompt_cache"],
     ["cli_text", "cli_exit", "cli_ids", "cli_run", "cli_views", "cli_app"],
     ["cli_move", "cli_limits"],
     ["demo", "cli"],
