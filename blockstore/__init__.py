@@ -16,6 +16,7 @@ from .errors import (
     IdentityMismatch,
     InvalidInput,
     NotPermitted,
+    NotStored,
     StoreBroken,
     StoreBusy,
     StoreFull,
@@ -38,14 +39,22 @@ if TYPE_CHECKING:
         save_kv_cache,
         save_kv_cache_async,
     )
+    from .pending import Outcome, SpillStats
+    from .prompt_cache import PersistentPromptCache, PromptCacheStats
     from .restoring import Loaded
     from .saving import Saved
+    from .spill import SpillQueue
 
-# These bring mlx, which the commands that only look or collect do without.
+# These bring mlx, or what only servers need: the commands that only look or collect do without.
 _LAZY = {
     "Loaded": "restoring",
+    "PersistentPromptCache": "prompt_cache",
+    "PromptCacheStats": "prompt_cache",
+    "Outcome": "pending",
     "Saved": "saving",
     "SavedFile": "files",
+    "SpillQueue": "spill",
+    "SpillStats": "pending",
     "clone_kv_caches": "files",
     "load_kv_cache": "files",
     "load_kv_cache_async": "files",
@@ -80,8 +89,14 @@ __all__ = [
     "Match",
     "Meta",
     "NotPermitted",
+    "NotStored",
+    "Outcome",
+    "PersistentPromptCache",
+    "PromptCacheStats",
     "Saved",
     "SavedFile",
+    "SpillQueue",
+    "SpillStats",
     "Stats",
     "Store",
     "StoreBroken",

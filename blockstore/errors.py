@@ -91,6 +91,13 @@ class StoreBusy(BlockstoreError):
     code = "store-busy"
 
 
+class NotStored(BlockstoreError):
+    """What waited to be written did not all get into the store. `found` says what, and why."""
+
+    code = "not-stored"
+    default_hint = "What is still in memory can be inserted again."
+
+
 class StoreBroken(BlockstoreError):
     """The index is unusable. The headers are the truth: nothing is lost that they still name."""
 

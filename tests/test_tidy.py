@@ -18,6 +18,7 @@ MAX_COLUMNS = 120
 # The rooms of blockstore, low to high. A module imports only from its own level and lower ones.
 LEVELS = [
     ["libc", "errors"],
+    ["pending", "spill"],
     ["fs", "digest", "wyhash", "jsontext"],
     ["memory", "versions", "locks", "workers", "index_rows", "wyhash_many", "stamp", "probe", "transaction", "mapping"],
     ["records", "rules", "parse", "header", "identity", "environment"],
@@ -36,6 +37,8 @@ LEVELS = [
     ["moving"],
     ["opening"],
     ["store"],
+    ["agreement", "extracted"],
+    ["prompt_cache"],
     ["cli_text", "cli_exit", "cli_ids", "cli_run", "cli_views", "cli_app"],
     ["cli_move", "cli_limits"],
     ["demo", "cli"],

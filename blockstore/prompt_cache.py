@@ -1,0 +1,400 @@
+"""A prompt cache that remembers: mlx-lm's LRUPromptCache in memory, a store behind it.
+
+Memory is asked first, the store where it knows a strictly longer prefix. What is inserted is written behind. Nothing
+that the store does fails a request: each failure is a miss, and is logged once.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+
+from kvcodecs import geometry
+
+from . import history
+from .agreement import agreed
+from .errors import BlockstoreError, EntryGone, NotStored
+from .extracted import shorten_views, taken_views
+from .identity import Identity
+from .packing import Prepared
+from .pending import Outcome
+from .prefixes import MAX_TOKEN
+from .restoring import Loaded
+from .saving import Saved
+from .spill import SpillQueue
+from .store import Store
+
+_LOG: Final = logging.getLogger("blockstore")
+_QUEUE_BYTES: Final = 4 << 30
+# How often one snapshot is tried before it counts as lost.
+_ATTEMPTS: Final = 3
+
+
+class PromptCacheStats(msgspec.Struct, frozen=True):
+    """What became of lookups and inserts since the start. Bytes are those of tensors; times are in seconds.
+
+    failures: calls of the store that failed, each of which was a miss. failed: snapshots that were given up.
+    """
+
+    hits_memory: int
+    hits_store: int
+    misses: int
+    tokens_from_memory: int
+    tokens_restored: int
+    bytes_restored: int
+    last_restore_s: float
+    entries: int
+    nbytes: int
+    pending_count: int
+    pending_bytes: int
+    stored: int
+    dropped: int
+    failed: int
+    failures: int
+
+
+@dataclass(frozen=True)
+class _Label:
+    """What a waiting snapshot is of."""
+
+    identity: Identity
+    packed: bytes
+
+    @property
+    def tokens(self) -> "np.ndarray[Any, np.dtype[np.uint32]]":
+        return np.frombuffer(self.packed, "<u4")
+
+    def begins(self, other: "_Label") -> bool:
+        return self.identity == other.identity and other.packed.startswith(self.packed)
+
+
+@dataclass(eq=False)
+class _Item:
+    """A snapshot on its way to the store. `caches` stand in memory, should it have to be taken once more."""
+
+    label: _Label
+    prepared: Prepared
+    caches: Sequence[Any]
+    replaces: str | None
+    attempts: int = 0
+    is_outdated: bool = False
+
+
+@dataclass
+class _Counts:
+    hits_memory: int = 0
+    hits_store: int = 0
+    misses: int = 0
+    tokens_from_memory: int = 0
+    tokens_restored: int = 0
+    bytes_restored: int = 0
+    last_restore_s: float = 0.0
+    stored: int = 0
+    dropped: int = 0
+    failed: int = 0
+    failures: int = 0
+
+
+class PersistentPromptCache:
+    """Stands where mlx-lm's LRUPromptCache stands, over `store`.
+
+    identity: what a server's model key (any hashable value) means; asked once for each. prototypes: for a key, lists of
+    empty caches as the model makes them, tried in turn; more than one where caches may have been quantized. max_size,
+    max_bytes: what stays in memory, as for LRUPromptCache. queue_bytes: how much may wait to be written; over that the
+    oldest snapshots are dropped. supersede: an entry goes once a longer one that begins with it, and can be shortened,
+    is stored. leave_one: at least one token is always left to compute, which mlx-lm's server needs.
+
+    fetch and insert belong to the thread that owns the caches; flush, close and stats to any.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        identity: Callable[[Any], Identity],
+        prototypes: Callable[[Any], Iterable[Sequence[Any]]],
+        max_size: int = 10,
+        max_bytes: int = 1 << 63,
+        queue_bytes: int = _QUEUE_BYTES,
+        supersede: bool = True,
+        leave_one: bool = False,
+    ) -> None:
+        from mlx_lm.models.cache import LRUPromptCache
+
+        self.store = store
+        self._identity = identity
+        self._identities: dict[Any, Identity | None] = {}
+        self._prototypes = prototypes
+        self._memory: Any = LRUPromptCache(max_size, max_bytes)
+        self._supersede = supersede
+        self._leave_one = leave_one
+        self._queue: SpillQueue[_Item, Saved] = SpillQueue(self._write, max_bytes=queue_bytes)
+        self._lock = threading.Lock()
+        self._counts = _Counts()
+        self._said: set[str] = set()
+        self._again: list[_Item] = []
+        self._lost: dict[_Label, str] = {}
+
+    # ---- as LRUPromptCache
+
+    @property
+    def max_size(self) -> int:
+        return int(self._memory.max_size)
+
+    @property
+    def max_bytes(self) -> int:
+        return int(self._memory.max_bytes)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in memory."""
+        return int(self._memory.nbytes)
+
+    def __len__(self) -> int:
+        return len(self._memory)
+
+    def trim_to(self, *, n_sequences: int | None = None, n_bytes: int | None = None) -> None:
+        """Let go of sequences in memory; what is stored or waits to be stays."""
+        self._memory.trim_to(n_sequences=n_sequences, n_bytes=n_bytes)
+
+    def stats_by_type(self) -> dict[str, dict[str, int]]:
+        found: dict[str, dict[str, int]] = self._memory.stats_by_type()
+        return found
+
+    def fetch_nearest_cache(self, model: Any, tokens: list[Any]) -> tuple[list[Any] | None, list[Any]]:
+        """Caches of the longest prefix of `tokens` that is known, the caller's to change, and the tokens behind it.
+
+        From memory they are copies, from the store they are new. None and all tokens where nothing is known.
+        """
+        caches, rest = self._from_memory(model, tokens)
+        known = len(tokens) - len(rest)
+        loaded = self._from_store(model, tokens, known)
+        if loaded is not None:
+            return loaded.caches, tokens[loaded.token_count :]
+        self._counts.hits_memory += caches is not None
+        self._counts.misses += caches is None
+        self._counts.tokens_from_memory += known
+        return caches, rest
+
+    def insert_cache(
+        self, model: Any, tokens: list[Any], prompt_cache: list[Any], *, cache_type: str = "assistant"
+    ) -> None:
+        """Keep caches, which become this one's, in memory, and write them to the store behind the caller's back.
+
+        Where key and caches disagree, all are brought to what they have in common; what has nothing is not kept.
+        """
+        views = taken_views(prompt_cache)
+        if _is_storable(tokens):
+            count = agreed(tokens, prompt_cache)
+            if count == 0:
+                self._say("caches of different lengths were not kept")
+                return
+            tokens = tokens[:count]
+            shorten_views(views, prompt_cache)
+        self._memory.insert_cache(model, tokens, prompt_cache, cache_type=cache_type)
+        if _is_storable(tokens):
+            self._retry()
+            self._spill(model, tokens, prompt_cache, views)
+
+    # ---- the store
+
+    @property
+    def stats(self) -> PromptCacheStats:
+        queue, counts = self._queue.stats, self._counts
+        return PromptCacheStats(
+            **{name: getattr(counts, name) for name in PromptCacheStats.__struct_fields__ if hasattr(counts, name)},
+            entries=len(self),
+            nbytes=self.nbytes,
+            pending_count=queue.pending_count,
+            pending_bytes=queue.pending_bytes,
+        )
+
+    def flush(self, timeout: float | None = None) -> None:
+        """Return when all that was inserted before is committed; what failed is tried again first.
+
+        Call on the thread that owns the caches, or when that has ended. Raises NotStored, with what is missing.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while True:
+            self._retry()
+            if not self._queue.drain(None if deadline is None else max(0.0, deadline - time.monotonic())):
+                raise NotStored("not all was written in time", found=f"{self._queue.stats.pending_count} still wait")
+            if not self._again:
+                break
+        with self._lock:
+            lost, self._lost = self._lost, {}
+        if lost:
+            names = (f"{len(at.packed) // 4} tokens of {at.identity.model_id}: {why}" for at, why in lost.items())
+            raise NotStored("not all was stored", found="; ".join(names))
+
+    def close(self, timeout: float | None = None) -> bool:
+        """Write what waits, and write behind no more; False where that took longer than `timeout` seconds.
+
+        Memory and lookups go on. The store stays open: it is the caller's.
+        """
+        return self._queue.close(timeout)
+
+    # ---- inside
+
+    def _from_memory(self, model: Any, tokens: list[Any]) -> tuple[list[Any] | None, list[Any]]:
+        caches, rest = self._memory.fetch_nearest_cache(model, tokens)
+        if rest or caches is None or not self._leave_one:
+            return caches, rest
+        if all(cache.is_trimmable() for cache in caches):
+            for cache in caches:
+                cache.trim(1)
+            return caches, tokens[-1:]
+        caches, rest = self._memory.fetch_nearest_cache(model, tokens[:-1])
+        return caches, [*rest, *tokens[-1:]]
+
+    def _from_store(self, model: Any, tokens: list[Any], known: int) -> Loaded | None:
+        """What the store knows, if that is longer than `known`."""
+        if known >= len(tokens) - 1 or not _is_storable(tokens):
+            return None
+        began = time.perf_counter()
+        try:
+            identity = self._identity_of(model)
+            packed = np.array(tokens, np.uint32)
+            match = None if identity is None else self.store.find(packed, identity)
+            if identity is None or match is None or match.length <= known:
+                return None
+            loaded = self._loaded(model, packed, identity, known)
+        except Exception as error:
+            self._say("the store was not asked", error)
+            return None
+        if loaded is not None:
+            self._count_restored(loaded, time.perf_counter() - began)
+        return loaded
+
+    def _loaded(self, model: Any, packed: Any, identity: Identity, known: int) -> Loaded | None:
+        for prototypes in self._prototypes(model):
+            loaded = self.store.restore(packed, identity, list(prototypes))
+            if loaded is not None and loaded.token_count > known:
+                return loaded
+        return None
+
+    def _count_restored(self, loaded: Loaded, seconds: float) -> None:
+        size = sum(int(cache.nbytes) for cache in loaded.caches)
+        counts = self._counts
+        counts.hits_store += 1
+        counts.tokens_restored += loaded.token_count
+        counts.bytes_restored += size
+        counts.last_restore_s = seconds
+        _LOG.info("restored %d tokens (%.1f MB) in %.3f s", loaded.token_count, size / 1e6, seconds)
+
+    def _spill(self, model: Any, tokens: list[int], caches: Sequence[Any], views: Sequence[Any]) -> None:
+        try:
+            identity = self._identity_of(model)
+            if identity is not None:
+                self._prepare(_Label(identity, np.array(tokens, "<u4").tobytes()), caches, views)
+        except Exception as error:
+            self._say("a prompt cache was not prepared", error)
+
+    def _prepare(self, label: _Label, caches: Sequence[Any], views: Sequence[Any]) -> None:
+        """Take a snapshot of what is not stored yet and let it wait for its turn."""
+        packed = label.tokens
+        # One token more, so that all of them count: a lookup leaves the last one to compute.
+        match = self.store.find(np.append(packed, np.uint32(0)), label.identity)
+        if match is not None and match.length == len(packed):
+            return
+        remembered = history.remembered(self.store.root, views) is not None
+        prepared = self.store.prepare(packed, views, label.identity, parent=None if remembered else match)
+        shortens = geometry.list_shortens(prepared.caches)
+        whole = match is not None and match.length == match.entry_length
+        replaces = match.entry_id if match is not None and whole and shortens and self._supersede else None
+        if shortens and self._supersede:
+            self._queue.cancel_where(lambda waiting: waiting.begins(label))
+        self._enqueue(_Item(label, prepared, caches, replaces))
+
+    def _enqueue(self, item: _Item) -> None:
+        item.attempts += 1
+        label = item.label
+        pinned = sum(view.nbytes for view in item.prepared.views.values())
+        future = self._queue.enqueue(item, pinned, label=label)
+        future.add_done_callback(lambda done: self._resolved(label, done.result()))
+
+    def _write(self, item: _Item) -> Saved:
+        """On the queue's thread."""
+        try:
+            saved = self.store.commit(item.prepared)
+        except BaseException as error:
+            self._not_written(item, error)
+            raise
+        with self._lock:
+            self._counts.stored += 1
+            self._lost = {label: why for label, why in self._lost.items() if not label.begins(item.label)}
+        if item.replaces is not None:
+            self._drop(item.replaces)
+        return saved
+
+    def _not_written(self, item: _Item, error: BaseException) -> None:
+        """Try it again later; its last failure counts."""
+        with self._lock:
+            if item.attempts < _ATTEMPTS:
+                item.is_outdated = isinstance(error, EntryGone)
+                self._again.append(item)
+            else:
+                self._counts.failed += 1
+                self._lost[item.label] = f"{type(error).__name__}: {error}"
+        self._say("a prompt cache was not written", error)
+
+    def _resolved(self, label: _Label, outcome: Outcome[Saved]) -> None:
+        if outcome.reason == "dropped":
+            with self._lock:
+                self._counts.dropped += 1
+                self._lost[label] = "dropped, since too much waited to be written"
+            self._say("a prompt cache was dropped, since too much waited to be written")
+
+    def _retry(self) -> None:
+        """Let what failed wait once more. On the caches' thread: a snapshot may have to be taken again."""
+        with self._lock:
+            items, self._again = self._again, []
+        for item in items:
+            try:
+                if item.is_outdated:
+                    history.forget(item.caches)
+                    item.prepared = self.store.prepare(item.label.tokens, item.caches, item.label.identity)
+                    item.is_outdated = False
+                self._enqueue(item)
+            except Exception as error:
+                self._not_written(item, error)
+
+    def _drop(self, entry_id: str) -> None:
+        """Remove an entry that a longer one stands for, unless somebody pinned it; its blocks live on in that one."""
+        try:
+            if not self.store.entry(entry_id).pinned:
+                self.store.remove(entry_id)
+        except EntryGone:
+            pass
+        except (BlockstoreError, OSError) as error:
+            self._say("a superseded entry was not removed", error)
+
+    def _identity_of(self, model: Any) -> Identity | None:
+        """Of a model key, worked out once; None, for good, where that failed."""
+        if model not in self._identities:
+            try:
+                self._identities[model] = self._identity(model)
+            except Exception as error:
+                self._identities[model] = None
+                self._say("nothing of this model is stored: its identity is unknown", error)
+        return self._identities[model]
+
+    def _say(self, what: str, error: BaseException | None = None) -> None:
+        """Count a failure; the first of its kind is logged, since it may come back with every request."""
+        kind = f"{what} {type(error).__name__}"
+        with self._lock:
+            self._counts.failures += 1
+            is_new = kind not in self._said
+            self._said.add(kind)
+        if is_new:
+            _LOG.error("%s; requests go on. Further ones are not logged. %s", what, "" if error is None else error)
+
+
+def _is_storable(tokens: Sequence[Any]) -> bool:
+    """Whether a key is made of tokens alone; ids of images are below zero."""
+    return bool(tokens) and all(isinstance(token, int) and 0 <= token <= MAX_TOKEN for token in tokens)
