@@ -57,7 +57,7 @@ WITH_ARRAYS = {
     "saving",
     "loading",
 }
-WITH_ARRAYS |= {"files", "moving", "demo"}
+WITH_ARRAYS |= {"files", "moving", "demo", "extracted", "prompt_cache"}
 # These may import mlx inside a function, so that a command that needs no array starts without it.
 LAZY = {"store", "cli", "cli_move", "__init__", "__main__"}
 WITHOUT_ARRAYS = {name for names in LEVELS for name in names} - WITH_ARRAYS - LAZY
