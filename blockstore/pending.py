@@ -101,8 +101,6 @@ class Entry(Generic[T, R]):
                 release()
         except Exception as error:
             report(error)
-        finally:
-            del release
 
     def _resolve(self, outcome: Outcome[R]) -> None:
         try:

@@ -155,6 +155,7 @@ def test_many_may_be_cancelled_at_once(desk: Desk) -> None:
         futures = [queue.enqueue(Pinned("b"), 0) for _ in range(3000)]
         assert queue.cancel_where(lambda label: True) == 3000
         assert {reason(future) for future in futures} == {"cancelled"}
+        assert queue._pending._wake.qsize() <= 1
         desk.finish()
 
 
@@ -219,6 +220,39 @@ def test_nothing_of_an_item_is_left_when_its_future_is_resolved(work: Callable[[
             assert outcome.reason == ("failed" if work is raise_with_the_item else None)
     finally:
         gc.enable()
+
+
+def test_work_may_let_go_of_its_item_before_it_ends() -> None:
+    def work(item: Pinned) -> bool:
+        reference = weakref.ref(item)
+        del item
+        return is_dead(reference)
+
+    with SpillQueue(work, max_bytes=1) as queue:
+        future = queue.enqueue(Pinned("item"), 1)
+        assert future.result(PATIENCE_S) == Outcome(True)
+
+
+def test_an_interruption_dies_when_it_was_handled(queue: SpillQueue[Pinned, str], desk: Desk) -> None:
+    class Interruption(BaseException):
+        pass
+
+    def release() -> None:
+        raise Interruption
+
+    queue.enqueue(Pinned("a"), 1)
+    desk.await_start()
+    queue.enqueue(Pinned("b"), 1, release=release)
+    gc.disable()
+    try:
+        try:
+            queue.cancel_where(lambda label: True)
+        except Interruption as error:
+            kept = weakref.ref(error)
+        assert is_dead(kept)
+    finally:
+        gc.enable()
+        desk.finish()
 
 
 def fail_too(future: object) -> None:
@@ -297,15 +331,22 @@ def test_a_log_that_fails_stops_nothing(queue: SpillQueue[Pinned, str], desk: De
         def filter(self, record: logging.LogRecord) -> bool:
             raise OSError("the log is full")
 
-    broken, logger = Broken(), logging.getLogger("blockstore.pending")
-    logger.addFilter(broken)
+    broken, loggers = Broken(), [logging.getLogger(name) for name in ("blockstore.pending", "concurrent.futures")]
+    for logger in loggers:
+        logger.addFilter(broken)
     try:
-        futures = [queue.enqueue(Pinned(name), 1, release=lambda: 1 // 0) for name in "ab"]
+        futures = [queue.enqueue(Pinned("a"), 1, release=lambda: 1 // 0)]
+        desk.await_start()
+        futures += [queue.enqueue(Pinned(name), 1, label=name, release=lambda: 1 // 0) for name in "bc"]
+        for future in futures:
+            future.add_done_callback(fail_too)
+        assert queue.cancel_where(lambda label: label == "b") == 1
         desk.finish()
         desk.finish()
-        assert [future.result(PATIENCE_S).result for future in futures] == ["A", "B"]
+        assert [future.result(PATIENCE_S).result for future in futures] == ["A", None, "C"]
     finally:
-        logger.removeFilter(broken)
+        for logger in loggers:
+            logger.removeFilter(broken)
 
 
 def test_an_interruption_reaches_the_caller_when_all_is_let_go_of(
@@ -391,12 +432,23 @@ def test_a_predicate_may_use_the_queue_whose_worker_goes_on(queue: SpillQueue[Pi
 
 
 def test_a_callback_of_the_caller_does_not_wait_for_itself(queue: SpillQueue[Pinned, str], desk: Desk) -> None:
-    answers: list[bool] = []
+    """Nor if it had other callbacks called before."""
+    answers: list[object] = []
+
+    def release() -> None:
+        answers.append(queue.drain())
+        answers.append(queue.cancel_where(lambda label: True))
+        began = time.monotonic()
+        answers.append(queue.drain(PATIENCE_S))
+        answers.append(queue.close(PATIENCE_S))
+        answers.append(time.monotonic() - began < PATIENCE_S / 2)
+
     queue.enqueue(Pinned("a"), 1)
     desk.await_start()
-    queue.enqueue(Pinned("b"), 1, release=lambda: answers.extend([queue.drain(), queue.close()]))
-    queue.cancel_where(lambda label: True)
-    assert answers == [False, False]
+    queue.enqueue(Pinned("b"), 1, label="b", release=release)
+    queue.enqueue(Pinned("c"), 1)
+    queue.cancel_where(lambda label: label == "b")
+    assert answers == [False, 1, False, False, True]
     assert not queue.drain(0)
     desk.finish()
     assert queue.drain()
