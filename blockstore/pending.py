@@ -6,11 +6,12 @@ Everything that an item pins is let go of here, before its future is resolved.
 import logging
 import threading
 import traceback
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
-from typing import Final, Generic, Literal, TypeVar
+from queue import SimpleQueue
+from typing import Any, Final, Generic, Literal, TypeVar
 
 import msgspec
 
@@ -38,6 +39,10 @@ class Outcome(msgspec.Struct, Generic[R], frozen=True):
         return self.reason is None
 
 
+DROPPED: Final[Outcome[Any]] = Outcome(reason="dropped")
+CANCELLED: Final[Outcome[Any]] = Outcome(reason="cancelled")
+
+
 class SpillStats(msgspec.Struct, frozen=True):
     """Items: those that pend (they wait, or are in flight: none or one), and what became of the others."""
 
@@ -57,16 +62,21 @@ class Entry(Generic[T, R]):
     __slots__ = ("droppable", "future", "held", "label", "nbytes", "number", "release")
 
     def __init__(
-        self, item: T, nbytes: int, label: object, droppable: bool, release: Callable[[], object] | None
+        self,
+        item: T,
+        nbytes: int,
+        label: object,
+        droppable: bool,
+        release: Callable[[], object] | None,
+        future: Future[Outcome[R]],
     ) -> None:
         self.held = [item]  # until work takes it
         self.nbytes = nbytes
         self.label = label
         self.droppable = droppable
         self.release = release
+        self.future: Future[Outcome[R]] | None = future
         self.number = 0
-        self.future: Future[Outcome[R]] = Future()
-        self.future.set_running_or_notify_cancel()
 
     def attempt(self, work: Callable[[T], R]) -> Outcome[R]:
         try:
@@ -77,41 +87,42 @@ class Entry(Generic[T, R]):
             return Outcome(reason="failed", error=error, traceback=text)
 
     def finish(self, outcome: Outcome[R]) -> None:
-        """Let go of the item, then tell of it. Raises what is no Exception and interrupted this, when all is done."""
-        try:
-            self.held.clear()
-        finally:
-            try:
-                self._release()
-            finally:
-                self._resolve(outcome)
-
-    def _release(self) -> None:
+        """Let go of the item, then tell of it. Where that was interrupted, a second call does what is left of it."""
+        self.held.clear()
         self.label = None
+        self._call_release()
+        self._resolve(outcome)
+
+    def _call_release(self) -> None:
+        release = self.release
+        self.release = None
         try:
-            if self.release is not None:
-                self.release()
+            if release is not None:
+                release()
         except Exception as error:
             report(error)
-        finally:
-            self.release = None
 
     def _resolve(self, outcome: Outcome[R]) -> None:
         try:
-            self.future.set_result(outcome)
-        except Exception as error:  # somebody else resolved it
+            if self.future is not None:
+                self.future.set_result(outcome)
+        except InvalidStateError:
+            pass  # by the first call, or by somebody else
+        except Exception as error:
             report(error)
-        finally:
-            del self.future
+        self.future = None
 
 
 class Pending(Generic[T, R]):
-    """The state of one queue in one process. Its lock is held for short, and while it is held nobody is called."""
+    """The state of one queue in one process. Its lock is held for short, and while it is held nobody is called.
+
+    Signal handlers and finalizers run in the middle of a caller's thread. They may use the queue themselves, and what
+    they raise leaves the numbers true and the worker awake.
+    """
 
     def __init__(self, *, closed: bool = False, inherited: object = None) -> None:
-        # Re-entrant: a finalizer or a signal handler may use the queue while its own thread is in here.
         self.lock = threading.RLock()
-        self._wake = threading.Condition(self.lock)
+        self._wake: SimpleQueue[None] = SimpleQueue()  # a Condition forgets whom it woke if that is interrupted
         self._resolved = threading.Condition(self.lock)
         self._inherited = inherited
         self.worker: threading.Thread | None = None
@@ -128,8 +139,8 @@ class Pending(Generic[T, R]):
     # ---- for callers that hold the lock
 
     def add(self, entry: Entry[T, R]) -> None:
-        self._wake.notify()
-        # No calls from here on: a signal handler comes between none of these.
+        self._wake_worker()
+        # No calls from here on: no handler comes between these.
         self.last = entry.number = self.last + 1
         self._open[entry.number] = None
         self._waiting[entry.number] = entry
@@ -145,21 +156,23 @@ class Pending(Generic[T, R]):
                 excess -= entry.nbytes
         return numbers
 
-    def take(self, numbers: Iterable[int], reason: Reason) -> list[Entry[T, R]]:
+    def take(self, numbers: Iterable[int], reason: Reason, taken: deque[Entry[T, R]]) -> None:
         """Take out those that still wait, and count them. They are to be settled, without the lock."""
-        taken: list[Entry[T, R]] = []
         for number in numbers:
             if number in self._waiting:  # no calls in here either
                 entry = self._waiting[number]
                 del self._waiting[number]
                 self._bytes -= entry.nbytes
                 self._counts[reason] += 1
-                taken += [entry]
-        return taken
+                taken += (entry,)
 
     def close(self) -> None:
+        self._wake_worker()
         self.closed = True
-        self._wake.notify()
+
+    def _wake_worker(self) -> None:
+        if self._wake.empty():
+            self._wake.put(None)
 
     # ---- for everybody
 
@@ -187,41 +200,53 @@ class Pending(Generic[T, R]):
         with self.lock:
             return self._resolved.wait_for(lambda: next(iter(self._open), last + 1) > last, timeout)
 
-    def settle(self, entries: Iterable[Entry[T, R]], outcome: Outcome[R]) -> None:
-        """Finish entries that were taken out and counted: all of them, then raise what interrupted a callback."""
-        this = threading.get_ident()
-        outermost = this not in self._inside
-        self._inside.add(this)
+    def settle(self, entries: deque[Entry[T, R]], outcome: Outcome[R]) -> None:
+        """Finish entries that were taken out and counted: all of them, then raise what interrupted that."""
         interruption: BaseException | None = None
-        for entry in entries:
+        while entries:
             try:
-                entry.finish(outcome)
+                self._finish_all(entries, outcome)
             except BaseException as error:
                 interruption = error if interruption is None else interruption
-            with self.lock:
-                del self._open[entry.number]
-                self._resolved.notify_all()
-        if outermost:
-            self._inside.discard(this)
         try:
             if interruption is not None:
                 raise interruption
         finally:
             del interruption  # an error whose own traceback leads to it would outlive its handling
 
+    def _finish_all(self, entries: deque[Entry[T, R]], outcome: Outcome[R]) -> None:
+        """From the first entry on, until one is interrupted."""
+        this = threading.get_ident()
+        outermost = this not in self._inside
+        try:
+            self._inside.add(this)
+            while entries:
+                self._finish(entries[0], outcome)
+                del entries[0]
+        finally:
+            if outermost:
+                self._inside.discard(this)
+
+    def _finish(self, entry: Entry[T, R], outcome: Outcome[R]) -> None:
+        entry.finish(outcome)
+        with self.lock:
+            self._open.pop(entry.number, None)
+            self._resolved.notify_all()
+
     # ---- for the worker
 
     def next_entry(self) -> Entry[T, R] | None:
         """Wait for the oldest entry, and put it in flight; None if the thread is to end."""
-        with self.lock:
-            while self.worker is threading.current_thread():
+        while True:
+            with self.lock:
+                if self.worker is not threading.current_thread():
+                    return None
                 if self._waiting:
                     self._in_flight = 1
                     return self._waiting.popitem(last=False)[1]
                 if self.closed:
-                    break
-                self._wake.wait()
-        return None
+                    return None
+            self._wake.get()
 
     def land(self, entry: Entry[T, R], outcome: Outcome[R]) -> None:
         """Count the entry that was in flight. It is to be settled."""
@@ -254,7 +279,7 @@ def _drop_tracebacks(error: BaseException) -> None:
         if one is None or id(one) in seen:
             continue
         seen.add(id(one))
-        one.__traceback__ = None
+        BaseException.with_traceback(one, None)  # an error class may forbid to set its attributes
         left += [one.__cause__, one.__context__]
         if isinstance(one, BaseExceptionGroup):
             left += one.exceptions

@@ -10,13 +10,14 @@ import os
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, Final, Generic, Self, TypeVar
 
 from .errors import InvalidInput
-from .pending import Entry, Outcome, Pending, SpillStats, report
+from .pending import CANCELLED, DROPPED, Entry, Outcome, Pending, SpillStats, report
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -31,8 +32,8 @@ class SpillQueue(Generic[T, R]):
 
     Methods may be called from any thread. `work` and callbacks are called without a lock and may use the queue, too,
     but there drain() and close() do not wait. Whatever `work` raises makes its item failed, and the next one follows;
-    nothing is tried again. An Exception of a callback is logged. What it raises else is logged on the queue's thread,
-    and raised in a caller's, when all that the call had to do is done.
+    nothing is tried again. An Exception that a callback raises is logged. So is another BaseException on the queue's
+    thread; a caller's thread raises it, when all that the call had to do is done.
 
     Close the queue before the store. What is pending when the process ends is lost. A forked child finds the queue
     empty, and starts a thread of its own: what was pending is the parent's, and the child neither works on it, nor
@@ -62,7 +63,7 @@ class SpillQueue(Generic[T, R]):
         droppable: bool = True,
         release: Callable[[], object] | None = None,
     ) -> Future[Outcome[R]]:
-        """Take an item that pins `nbytes` bytes, without waiting for anything. The future gets an Outcome, always.
+        """Take an item that pins `nbytes` bytes, without waiting for work. The future gets an Outcome, always.
 
         While more than max_bytes pend, the oldest item is dropped that waits, is droppable, and is not this one; where
         there is none, more than max_bytes stay.
@@ -74,18 +75,22 @@ class SpillQueue(Generic[T, R]):
         Raises InvalidInput (for a closed queue, too), and RuntimeError where no thread can be started; an item that was
         not taken is not released.
         """
-        entry: Entry[T, R] = Entry(item, _checked_bytes("nbytes", nbytes), label, droppable, release)
+        future: Future[Outcome[R]] = Future()
+        future.set_running_or_notify_cancel()
+        entry = Entry(item, _checked_bytes("nbytes", nbytes), label, droppable, release, future)
         del item, label, release  # the traceback of a callback may keep this frame
-        future = entry.future
         pending = self._pending
-        with pending.lock:
-            if pending.closed:
-                raise InvalidInput("the queue is closed", hint="Make a new one.")
-            if pending.worker is None:
-                self._start_worker(pending)
-            pending.add(entry)
-            dropped = pending.take(pending.over(self.max_bytes, entry), "dropped")
-        pending.settle(dropped, Outcome(reason="dropped"))
+        dropped: deque[Entry[T, R]] = deque()
+        try:
+            with pending.lock:
+                if pending.closed:
+                    raise InvalidInput("the queue is closed", hint="Make a new one.")
+                if pending.worker is None:
+                    self._start_worker(pending)
+                pending.add(entry)
+                pending.take(pending.over(self.max_bytes, entry), "dropped", dropped)
+        finally:
+            pending.settle(dropped, DROPPED)
         return future
 
     def cancel_where(self, predicate: Callable[[Any], bool]) -> int:
@@ -95,10 +100,14 @@ class SpillQueue(Generic[T, R]):
         """
         pending = self._pending
         chosen = [number for number, label in pending.labels() if predicate(label)]
-        with pending.lock:
-            cancelled = pending.take(chosen, "cancelled")
-        pending.settle(cancelled, Outcome(reason="cancelled"))
-        return len(cancelled)
+        cancelled: deque[Entry[T, R]] = deque()
+        try:
+            with pending.lock:
+                pending.take(chosen, "cancelled", cancelled)
+            count = len(cancelled)
+        finally:
+            pending.settle(cancelled, CANCELLED)
+        return count
 
     def drain(self, timeout: float | None = None) -> bool:
         """Wait until all that was enqueued before is resolved; False where that takes more than `timeout` seconds.
@@ -114,11 +123,15 @@ class SpillQueue(Generic[T, R]):
         """
         began = time.monotonic()
         pending = self._pending
-        with pending.lock:
-            pending.close()
-            worker = pending.worker
-            cancelled = [] if drain else pending.take([number for number, _ in pending.labels()], "cancelled")
-        pending.settle(cancelled, Outcome(reason="cancelled"))
+        cancelled: deque[Entry[T, R]] = deque()
+        try:
+            with pending.lock:
+                pending.close()
+                worker = pending.worker
+                if not drain:
+                    pending.take([number for number, _ in pending.labels()], "cancelled", cancelled)
+        finally:
+            pending.settle(cancelled, CANCELLED)
         if not pending.wait(pending.last, timeout):
             return False
         if worker is None or worker is threading.current_thread():
@@ -148,7 +161,7 @@ class SpillQueue(Generic[T, R]):
                 return  # in a child that work forked: the item is the parent's
             pending.land(entry, outcome)
             try:
-                pending.settle([entry], outcome)
+                pending.settle(deque([entry]), outcome)
             except BaseException as error:
                 report(error)
             del entry, outcome  # or they would stay until the next one comes

@@ -8,6 +8,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from types import FrameType
 from typing import Any
 from unittest import mock
 
@@ -92,11 +93,16 @@ def test_an_outcome_says_where_its_error_was_raised_and_why(queue: SpillQueue[Pi
     assert outcome.error.__traceback__ is None
 
 
-def test_an_error_that_cannot_be_printed_is_one_like_others(queue: SpillQueue[Pinned, str], desk: Desk) -> None:
+def test_an_error_that_cannot_be_printed_nor_changed_is_one_like_others(
+    queue: SpillQueue[Pinned, str], desk: Desk
+) -> None:
     class Unprintable(Exception):
         @property
         def __notes__(self) -> list[str]:
             raise OSError
+
+        def __setattr__(self, name: str, value: object) -> None:
+            raise AttributeError(name)
 
     first, second = queue.enqueue(Pinned("a"), 1), queue.enqueue(Pinned("b"), 1)
     desk.finish(Unprintable())
@@ -149,6 +155,7 @@ def test_many_may_be_cancelled_at_once(desk: Desk) -> None:
         futures = [queue.enqueue(Pinned("b"), 0) for _ in range(3000)]
         assert queue.cancel_where(lambda label: True) == 3000
         assert {reason(future) for future in futures} == {"cancelled"}
+        assert queue._pending._wake.qsize() <= 1
         desk.finish()
 
 
@@ -162,9 +169,7 @@ def test_sizes_are_numbers_of_bytes(queue: SpillQueue[Pinned, str], found: Any) 
     assert queue.stats == NOTHING
 
 
-def test_a_future_is_not_for_others_to_resolve(
-    queue: SpillQueue[Pinned, str], desk: Desk, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_future_is_not_for_others_to_resolve(queue: SpillQueue[Pinned, str], desk: Desk) -> None:
     first, second = queue.enqueue(Pinned("a"), 1), queue.enqueue(Pinned("b"), 1)
     assert not first.cancel()
     second.set_result(Outcome("mine"))
@@ -173,22 +178,24 @@ def test_a_future_is_not_for_others_to_resolve(
     assert queue.drain(PATIENCE_S)
     assert [first.result(), second.result()] == [Outcome("A"), Outcome("mine")]
     assert queue.stats.stored == 2
-    assert [record.name for record in caplog.records] == ["blockstore.pending"]
 
 
 # ---- what is pinned
 
 
 def raise_with_the_item(item: Pinned) -> None:
-    """Every frame of both tracebacks knows the item."""
+    """Every frame of four tracebacks knows the item: of the error, of what it groups, its cause, and its context."""
 
-    def inner(same: Pinned) -> None:
-        raise KeyError(item.name)
+    def raised(kind: type[Exception]) -> Exception:
+        try:
+            raise kind(item.name)
+        except Exception as error:
+            return error
 
     try:
-        inner(item)
-    except KeyError as error:
-        raise ExceptionGroup("several", [ValueError("no"), error]) from error
+        raise raised(KeyError)
+    except KeyError:
+        raise ExceptionGroup("several", [raised(ValueError)]) from raised(TypeError)
 
 
 def return_nothing(item: Pinned) -> None:
@@ -215,6 +222,39 @@ def test_nothing_of_an_item_is_left_when_its_future_is_resolved(work: Callable[[
         gc.enable()
 
 
+def test_work_may_let_go_of_its_item_before_it_ends() -> None:
+    def work(item: Pinned) -> bool:
+        reference = weakref.ref(item)
+        del item
+        return is_dead(reference)
+
+    with SpillQueue(work, max_bytes=1) as queue:
+        future = queue.enqueue(Pinned("item"), 1)
+        assert future.result(PATIENCE_S) == Outcome(True)
+
+
+def test_an_interruption_dies_when_it_was_handled(queue: SpillQueue[Pinned, str], desk: Desk) -> None:
+    class Interruption(BaseException):
+        pass
+
+    def release() -> None:
+        raise Interruption
+
+    queue.enqueue(Pinned("a"), 1)
+    desk.await_start()
+    queue.enqueue(Pinned("b"), 1, release=release)
+    gc.disable()
+    try:
+        try:
+            queue.cancel_where(lambda label: True)
+        except Interruption as error:
+            kept = weakref.ref(error)
+        assert is_dead(kept)
+    finally:
+        gc.enable()
+        desk.finish()
+
+
 def fail_too(future: object) -> None:
     raise ValueError("a done-callback")
 
@@ -232,12 +272,12 @@ def test_what_never_came_to_work_is_let_go_of_at_once(desk: Desk, how: str, fail
             released.append(arena.name)
             assert not fails
 
-        arena = Pinned("arena")
-        pinned = [weakref.ref(item), weakref.ref(arena)]
-        future = queue.enqueue(item, 0, release=lambda kept=arena: release(kept))
+        arena, label = Pinned("arena"), Pinned("label")
+        pinned = [weakref.ref(item), weakref.ref(arena), weakref.ref(label)]
+        future = queue.enqueue(item, 0, label=label, release=lambda kept=arena: release(kept))
         if fails:
             future.add_done_callback(fail_too)
-        del item, arena
+        del item, arena, label
         act: dict[str, Callable[[], object]] = {
             "dropped": lambda: pinned.append(last(queue)),
             "cancelled": lambda: queue.cancel_where(lambda label: True),
@@ -246,7 +286,7 @@ def test_what_never_came_to_work_is_let_go_of_at_once(desk: Desk, how: str, fail
         act[how]()
         assert released == ["arena"]
         assert future.result(0).reason == ("dropped" if how == "dropped" else "cancelled")
-        assert all(map(is_dead, pinned[:2]))
+        assert all(map(is_dead, pinned[:3]))
         desk.finish()
         desk.finish()
         assert queue.drain(PATIENCE_S)
@@ -291,15 +331,22 @@ def test_a_log_that_fails_stops_nothing(queue: SpillQueue[Pinned, str], desk: De
         def filter(self, record: logging.LogRecord) -> bool:
             raise OSError("the log is full")
 
-    broken, logger = Broken(), logging.getLogger("blockstore.pending")
-    logger.addFilter(broken)
+    broken, loggers = Broken(), [logging.getLogger(name) for name in ("blockstore.pending", "concurrent.futures")]
+    for logger in loggers:
+        logger.addFilter(broken)
     try:
-        futures = [queue.enqueue(Pinned(name), 1, release=lambda: 1 // 0) for name in "ab"]
+        futures = [queue.enqueue(Pinned("a"), 1, release=lambda: 1 // 0)]
+        desk.await_start()
+        futures += [queue.enqueue(Pinned(name), 1, label=name, release=lambda: 1 // 0) for name in "bc"]
+        for future in futures:
+            future.add_done_callback(fail_too)
+        assert queue.cancel_where(lambda label: label == "b") == 1
         desk.finish()
         desk.finish()
-        assert [future.result(PATIENCE_S).result for future in futures] == ["A", "B"]
+        assert [future.result(PATIENCE_S).result for future in futures] == ["A", None, "C"]
     finally:
-        logger.removeFilter(broken)
+        for logger in loggers:
+            logger.removeFilter(broken)
 
 
 def test_an_interruption_reaches_the_caller_when_all_is_let_go_of(
@@ -314,10 +361,13 @@ def test_an_interruption_reaches_the_caller_when_all_is_let_go_of(
     queue.enqueue(Pinned("a"), 1)
     desk.await_start()
     futures = [queue.enqueue(Pinned("b"), 3, release=lambda number=number: release(number)) for number in range(3)]
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt) as caught:
         queue.enqueue(Pinned("c"), 10)
     assert released == [0, 1, 2]
     assert [reason(future) for future in futures] == ["dropped"] * 3
+    kept = [weakref.ref(future) for future in futures]
+    del futures
+    assert all(map(is_dead, kept)), caught.traceback
     assert (queue.stats.pending_bytes, queue.stats.pending_count) == (11, 2)
     assert len(caplog.records) == 1
     desk.finish()
@@ -382,12 +432,23 @@ def test_a_predicate_may_use_the_queue_whose_worker_goes_on(queue: SpillQueue[Pi
 
 
 def test_a_callback_of_the_caller_does_not_wait_for_itself(queue: SpillQueue[Pinned, str], desk: Desk) -> None:
-    answers: list[bool] = []
+    """Nor if it had other callbacks called before."""
+    answers: list[object] = []
+
+    def release() -> None:
+        answers.append(queue.drain())
+        answers.append(queue.cancel_where(lambda label: True))
+        began = time.monotonic()
+        answers.append(queue.drain(PATIENCE_S))
+        answers.append(queue.close(PATIENCE_S))
+        answers.append(time.monotonic() - began < PATIENCE_S / 2)
+
     queue.enqueue(Pinned("a"), 1)
     desk.await_start()
-    queue.enqueue(Pinned("b"), 1, release=lambda: answers.extend([queue.drain(), queue.close()]))
-    queue.cancel_where(lambda label: True)
-    assert answers == [False, False]
+    queue.enqueue(Pinned("b"), 1, label="b", release=release)
+    queue.enqueue(Pinned("c"), 1)
+    queue.cancel_where(lambda label: label == "b")
+    assert answers == [False, 1, False, False, True]
     assert not queue.drain(0)
     desk.finish()
     assert queue.drain()
@@ -435,6 +496,53 @@ def test_a_signal_handler_may_use_the_queue_in_the_middle_of_a_call() -> None:
     assert calls > 0
     assert stats.stored + stats.dropped == enqueued + calls
     assert (stats.pending_bytes, stats.stored_bytes) == (0, stats.stored)
+
+
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="no interval timers")
+def test_what_signal_handlers_raise_leaves_the_numbers_true_and_the_worker_awake() -> None:
+    class Interruption(BaseException):
+        pass
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        while frame is not None:
+            if frame.f_code is SpillQueue.enqueue.__code__:
+                raise Interruption
+            frame = frame.f_back
+
+    interruptions = 0
+    queue = SpillQueue(str, max_bytes=20)
+    before = signal.signal(signal.SIGALRM, handle)
+    signal.setitimer(signal.ITIMER_REAL, 0.0007, 0.0007)
+    try:
+        end = time.monotonic() + 1
+        while time.monotonic() < end:
+            try:
+                queue.enqueue("loop", 1)
+            except Interruption:
+                interruptions += 1
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert interruptions > 0
+    assert queue.enqueue("after", 1).result(PATIENCE_S) == Outcome("after")
+    stats = queue.stats
+    assert (stats.pending_bytes, stats.pending_count, stats.stored_bytes) == (0, 0, stats.stored)
+    queue.close(0)
+    worker = queue._pending.worker
+    assert worker is not None
+    assert becomes(lambda: not worker.is_alive())
+
+
+def test_an_interruption_between_two_items_loses_neither(queue: SpillQueue[Pinned, str], desk: Desk) -> None:
+    queue.enqueue(Pinned("a"), 1)
+    desk.await_start()
+    futures = [queue.enqueue(Pinned("b"), 1) for _ in range(3)]
+    told = [None, KeyboardInterrupt, KeyboardInterrupt, None, None]
+    with mock.patch.object(queue._pending._resolved, "notify_all", side_effect=told), pytest.raises(KeyboardInterrupt):
+        queue.cancel_where(lambda label: True)
+    assert [reason(future) for future in futures] == ["cancelled"] * 3
+    desk.finish()
+    assert queue.drain(PATIENCE_S)
 
 
 # ---- drain
