@@ -15,6 +15,7 @@ import numpy as np
 from kvcodecs.algebra import CodecError, CodecProvider, SnapshotContext
 from kvcodecs.backend import mx
 from kvcodecs.codec import ClassRef
+from kvcodecs.composed import is_composed
 
 from .buffers import unfilled, writable_views
 from .errors import CorruptEntry, InvalidInput, UnsupportedFormat
@@ -67,7 +68,13 @@ _CLASSES: Final = {
 
 
 def layer_of(cache: Any) -> Layer:
-    """What makes an empty cache like this one; without a name where it is no class of mlx-lm's."""
+    """What makes an empty cache like this one; without a name where it is no class of mlx-lm's.
+
+    Raises InvalidInput for a composed cache: nobody but a model could compose it again.
+    """
+    if is_composed(cache):
+        hint = "Save what it is composed over, cache.storage(), or use Store.save, and load with the model."
+        raise InvalidInput("a composed cache cannot come back from a file", field="cache", found=type(cache), hint=hint)
     name, module = type(cache).__name__, type(cache).__module__
     if module == _MODULE and name == _LIST:
         return Layer(name, caches=tuple(map(layer_of, cache.caches)))

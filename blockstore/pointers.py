@@ -29,8 +29,17 @@ _FORMAT: Final = "blockstore prompt cache"
 _VERSION: Final = "1"
 _SCHEME: Final = "file://"
 _NAMED_CHARACTERS: Final = 32
-# Why a second link cannot be made: another file system, one without links, no right to, too many.
-_NO_LINK: Final = (errno.EXDEV, errno.EPERM, errno.EACCES, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
+# Why no second link is made: there is one, another file system, one without links, no right to, too many.
+_NO_LINK: Final = (
+    errno.EEXIST,
+    errno.EXDEV,
+    errno.EPERM,
+    errno.EACCES,
+    errno.ENOTSUP,
+    errno.EOPNOTSUPP,
+    errno.ENOSYS,
+    errno.EMLINK,
+)
 
 
 class Layer(msgspec.Struct, frozen=True, rename={"name": "class"}, omit_defaults=True):
@@ -145,19 +154,35 @@ def fill(rooms: Rooms, fd: int, temporary: str, pointer: Pointer) -> None:
     its name, so that no file ever names an entry that may be.
     """
     rooms.fs.write_all(fd, memoryview(encoded(pointer)))
+    _hold(rooms, temporary, pointer.entry_id)
+
+
+def keep(rooms: Rooms, path: str, entry_id: str) -> None:
+    """The pointer at `path` was used: where no other file is known to hold its entry (it is a copy, say), it does.
+
+    So does one whose entry lost its pin, which a lost index takes along.
+    """
+    row = rooms.index.entry(entry_id)
+    if rooms.index.read_only or row is None or (row.pinned and _stands(rooms, entry_id)):
+        return
+    if not _stands(rooms, entry_id):
+        rooms.fs.unlink(_link(rooms, entry_id))
+    _hold(rooms, path, entry_id)
+
+
+def _hold(rooms: Rooms, path: str, entry_id: str) -> None:
+    """Link the pointer file at `path`, if that can be done, and pin its entry. Raises EntryGone."""
     folder = os.path.join(rooms.layout.root, FILES_NAME)
     rooms.fs.make_dir(folder)
     try:
-        os.link(temporary, _link(rooms, pointer.entry_id))
+        os.link(path, _link(rooms, entry_id))
     except OSError as error:
         if error.errno not in _NO_LINK:
             raise
     if rooms.layout.durable:
         rooms.fs.sync_dir(folder)
-    if not rooms.index.pin(pointer.entry_id, pinned=True):
-        raise EntryGone(
-            "the entry was removed before its file was written", entry_id=pointer.entry_id, hint="Save again."
-        )
+    if not rooms.index.pin(entry_id, pinned=True):
+        raise EntryGone("the entry was removed before its file was written", entry_id=entry_id, hint="Save again.")
 
 
 def standing(fs: FileSystem, path: str) -> Pointer | None:

@@ -19,14 +19,13 @@ from kvcodecs.entry import leaves
 from kvcodecs.provider import default_provider
 
 from . import mlx_lm_caches, moving, pointers
-from .errors import EntryGone, FileMissing, InvalidInput, NotPermitted, StoreBusy
+from .errors import BlockstoreError, EntryGone, FileMissing, InvalidInput
 from .fs import FileSystem
 from .identity import Identity
-from .index_rows import EntryRow
 from .layout import DEFAULT_ROOT, ROOT_VARIABLE
 from .meta import Meta
 from .moving import Imported
-from .pointers import Pointer
+from .pointers import Layer, Pointer
 from .safetensors import SUFFIX, opened
 from .store import Store
 
@@ -61,11 +60,11 @@ def save_prompt_cache(
         old = pointers.standing(rooms.fs, path)
         with pointers.new_file(rooms.fs, path, sync=rooms.layout.durable) as (fd, temporary):
             try:
+                layers = _layers(cache)
                 saved = opened_store.save(_tokens(opened_store, cache), cache, _identity(path))
             except InvalidInput as error:
                 _save_whole(temporary, cache, texts, error)
             else:
-                layers = tuple(map(mlx_lm_caches.layer_of, cache))
                 pointers.fill(rooms, fd, temporary, Pointer(opened_store.root, saved.entry_id, layers, texts))
         pointers.replaced(rooms, path, old)
 
@@ -183,6 +182,11 @@ def _identity(path: str) -> Identity:
     return Identity(None, None, None, pointers.namespace(path))
 
 
+def _layers(cache: Any) -> tuple[Layer, ...]:
+    # Anything but a list is for the save to refuse.
+    return tuple(map(mlx_lm_caches.layer_of, cache)) if isinstance(cache, Sequence) else ()
+
+
 def _tokens(store: Store, caches: Any) -> list[int]:
     """As many tokens as the caches hold. Nobody told which, so they are like no others."""
     try:
@@ -205,18 +209,17 @@ def _save_whole(temporary: str, cache: Any, metadata: dict[str, str], why: Inval
 
 
 def _load(pointer: Pointer, path: str, store: _Store) -> list[Any]:
-    """The caches of a pointer's entry, which is pinned again where the pin was lost."""
+    """The caches of a pointer's entry, which is kept for the file at `path`."""
     model = [mlx_lm_caches.empty_cache(layer) for layer in pointer.layers]
-    with _holder(pointer, path, store) as (holder, row):
+    with _holder(pointer, path, store) as holder:
         caches: list[Any] = holder.load(pointer.entry_id, model).caches
-        if not row.pinned:
-            with contextlib.suppress(EntryGone, NotPermitted, StoreBusy):
-                holder.pin(pointer.entry_id)
+        with contextlib.suppress(BlockstoreError, OSError):  # the caches are whole, whatever becomes of the file
+            pointers.keep(holder.rooms, path, pointer.entry_id)
         return caches
 
 
 @contextlib.contextmanager
-def _holder(pointer: Pointer, path: str, store: _Store) -> Iterator[tuple[Store, EntryRow]]:
+def _holder(pointer: Pointer, path: str, store: _Store) -> Iterator[Store]:
     """The store that has a pointer's entry. Raises EntryGone."""
     places: list[Any] = [pointer.root, _default_root()] if store is None else [store]
     for place in places:
@@ -225,9 +228,8 @@ def _holder(pointer: Pointer, path: str, store: _Store) -> Iterator[tuple[Store,
                 holder = closing.enter_context(_store(place, create=False))
             except InvalidInput:  # no store is there
                 continue
-            row = holder.rooms.index.entry(pointer.entry_id)
-            if row is not None:
-                yield holder, row
+            if holder.rooms.index.entry(pointer.entry_id) is not None:
+                yield holder
                 return
     raise EntryGone(
         "the prompt cache that this file names is in no store",

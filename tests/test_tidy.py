@@ -38,6 +38,7 @@ LEVELS = [
     ["store"],
     ["prompt_cache_files"],
     ["cli_text", "cli_exit", "cli_ids", "cli_run", "cli_views", "cli_app"],
+    ["cli_prompt"],
     ["cli_move", "cli_limits"],
     ["demo", "cli"],
     ["__init__", "__main__"],
