@@ -30,6 +30,8 @@ _BATCHES: Final = ("BatchKVCache", "BatchRotatingKVCache")
 _MAX_DEPTH: Final = 16
 _MAX_ITEMS: Final = 1 << 16
 _MAX_NAME: Final = 64
+_RANK: Final = 4
+_MAX_NUMBER: Final = (1 << 31) - 1  # MLX slices with no larger ones
 
 
 @dataclass(frozen=True)
@@ -196,6 +198,10 @@ class _File:
                 expected=[*_CLASSES, _LIST, *_ARRAYS, *_BATCHES], found=name,
             )  # fmt: skip
         values = self._values(name, known, saved)
+        if name == "ChunkedKVCache" and values["keys"] is not None:
+            # Until 0.31 its front is dropped by rows, whether they hold tokens or not.
+            live = max(values["offset"] - values["start_position"], 0)
+            values |= {side: values[side][..., :live, :] for side in ("keys", "values")}
         cache = _imported(name)(**{attribute: values[attribute] for attribute in known.given})
         for attribute, value in values.items():
             setattr(cache, attribute, value)
@@ -228,12 +234,15 @@ class _File:
         quantized = name == "QuantizedKVCache"
         for side in ("keys", "values"):
             values[side] = self._planes(values[side], name) if quantized else self._array(values[side], name)
-        first: Any = values["keys"][0] if quantized and values["keys"] else values["keys"]
+        sides = [values["keys"], values["values"]]
+        planes = [plane for side in sides if side is not None for plane in (side if quantized else [side])]
+        if (sides[0] is None) != (sides[1] is None) or any(plane.ndim != _RANK for plane in planes):
+            raise self._corrupt(name, "keys and values [B, H, S, D]", [plane.shape for plane in planes])
         # As mlx-lm has it: until 0.31 what the arrays hold is what there is.
-        values.setdefault("offset", 0 if first is None or first.ndim < 2 else first.shape[-2])
+        values.setdefault("offset", planes[0].shape[2] if planes else 0)
         for attribute in values.keys() - {"keys", "values"}:
-            if type(values[attribute]) is not int:
-                raise self._corrupt(f"{name}.{attribute}", "an integer", values[attribute])
+            if type(values[attribute]) is not int or not 0 <= values[attribute] <= _MAX_NUMBER:
+                raise self._corrupt(f"{name}.{attribute}", f"an integer from 0 to {_MAX_NUMBER}", values[attribute])
         return values
 
     def _arrays(self, saved: Any) -> Any:

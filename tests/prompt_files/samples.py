@@ -62,7 +62,7 @@ def every_class() -> list[Any]:
         fed(mlx_lm_cache.RotatingKVCache(8), 5, *[1] * 6),
         fed(mlx_lm_cache.RotatingKVCache(8, keep=2), 5, *[1] * 6),
         quantized(32, 4),
-        fed(mlx_lm_cache.ChunkedKVCache(64)),
+        fed(mlx_lm_cache.ChunkedKVCache(512)),
         arrays,
         mlx_lm_cache.CacheList(fed(mlx_lm_cache.KVCache()), inner, quantized(64, 8)),
     ]
