@@ -154,6 +154,9 @@ def fill(rooms: Rooms, fd: int, temporary: str, pointer: Pointer) -> None:
     its name, so that no file ever names an entry that may be.
     """
     rooms.fs.write_all(fd, memoryview(encoded(pointer)))
+    row = rooms.index.entry(pointer.entry_id)
+    if row is not None:
+        os.utime(fd, ns=(_written_ns(row), _written_ns(row)))
     _hold(rooms, temporary, pointer.entry_id)
 
 
@@ -163,9 +166,12 @@ def keep(rooms: Rooms, path: str, entry_id: str) -> None:
     So does one whose entry lost its pin, which a lost index takes along.
     """
     row = rooms.index.entry(entry_id)
-    if rooms.index.read_only or row is None or (row.pinned and _stands(rooms, entry_id)):
+    if rooms.index.read_only or row is None or _path_of(row.ns) is None:
         return
-    if not _stands(rooms, entry_id):
+    stands = _stands(rooms, entry_id, row)
+    if stands and row.pinned:
+        return
+    if not stands:
         rooms.fs.unlink(_link(rooms, entry_id))
     _hold(rooms, path, entry_id)
 
@@ -199,7 +205,7 @@ def replaced(rooms: Rooms, path: str, old: Pointer | None) -> None:
     row = None if old is None else rooms.index.entry(old.entry_id)
     if old is None or row is None:
         return
-    stands = _stands(rooms, old.entry_id)
+    stands = _stands(rooms, old.entry_id, row)
     # Without a link, what was saved under another name may still have that.
     if stands is False or (stands is None and row.ns == namespace(path)):
         _unpin(rooms, old.entry_id, row)
@@ -212,7 +218,7 @@ def release(rooms: Rooms) -> list[str]:
         return released
     for entry_id in filter(is_id, list(rooms.fs.names(os.path.join(rooms.layout.root, FILES_NAME)))):
         row = rooms.index.entry(entry_id)
-        if _stands(rooms, entry_id) or (row is not None and _stands_by_name(rooms.fs, row.ns, entry_id)):
+        if _stands(rooms, entry_id, row) or (row is not None and _stands_by_name(rooms.fs, row.ns, entry_id)):
             continue
         if _unpin(rooms, entry_id, row):
             released.append(entry_id)
@@ -225,16 +231,23 @@ def _unpin(rooms: Rooms, entry_id: str, row: EntryRow | None) -> bool:
     return unpinned
 
 
-def _stands(rooms: Rooms, entry_id: str) -> bool | None:
+def _stands(rooms: Rooms, entry_id: str, row: EntryRow | None) -> bool | None:
     """Whether the user still has a name for the file that names an entry; None where no link of ours tells."""
     link = _link(rooms, entry_id)
     try:
-        if os.lstat(link).st_nlink == 1:
-            return False
+        status = os.lstat(link)
     except FileNotFoundError:
         return None
+    if status.st_nlink == 1:
+        return False
     # Who writes into the file in place, as mlx-lm does, writes into ours.
-    return _names(rooms.fs, link, entry_id)
+    untouched = row is not None and status.st_mtime_ns == _written_ns(row)
+    return untouched or _names(rooms.fs, link, entry_id)
+
+
+def _written_ns(row: EntryRow) -> int:
+    """The time that a pointer gets: its entry's, so that one that was written into is seen without reading it."""
+    return row.created_at_ms * 1_000_000
 
 
 def _stands_by_name(fs: FileSystem, ns: str | None, entry_id: str) -> bool:

@@ -56,7 +56,8 @@ def save_prompt_cache(
     texts = _checked(metadata)
     with _store(store) as opened_store:
         rooms = opened_store.rooms
-        pointers.release(rooms)
+        with _not_for_this_save():
+            pointers.release(rooms)
         old = pointers.standing(rooms.fs, path)
         with pointers.new_file(rooms.fs, path, sync=rooms.layout.durable) as (fd, temporary):
             try:
@@ -66,7 +67,8 @@ def save_prompt_cache(
                 _save_whole(temporary, cache, texts, error)
             else:
                 pointers.fill(rooms, fd, temporary, Pointer(opened_store.root, saved.entry_id, layers, texts))
-        pointers.replaced(rooms, path, old)
+        with _not_for_this_save():
+            pointers.replaced(rooms, path, old)
 
 
 @overload
@@ -119,6 +121,11 @@ def import_prompt_cache(store: Store, file_name: _Path, tokens: Any, identity: I
         created_at_ms=os.stat(path).st_mtime_ns // 1_000_000,
     )
     return moving.import_caches(store.rooms, store.provider, path, tokens, caches, meta)
+
+
+def _not_for_this_save() -> contextlib.suppress:
+    """Around what lets other files' entries go: where it fails now, a later save does it."""
+    return contextlib.suppress(BlockstoreError, OSError)
 
 
 # ---- names
@@ -221,7 +228,8 @@ def _load(pointer: Pointer, path: str, store: _Store) -> list[Any]:
 @contextlib.contextmanager
 def _holder(pointer: Pointer, path: str, store: _Store) -> Iterator[Store]:
     """The store that has a pointer's entry. Raises EntryGone."""
-    places: list[Any] = [pointer.root, _default_root()] if store is None else [store]
+    default = os.path.abspath(os.path.expanduser(_default_root()))
+    places: list[Any] = list(dict.fromkeys([pointer.root, default])) if store is None else [store]
     for place in places:
         with contextlib.ExitStack() as closing:
             try:

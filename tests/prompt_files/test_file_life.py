@@ -18,6 +18,8 @@ from mlx_lm.models import cache as mlx_lm_cache
 from blockstore import (
     CorruptEntry,
     EntryGone,
+    Identity,
+    IdentityMismatch,
     NotPermitted,
     Store,
     StoreFull,
@@ -259,8 +261,6 @@ def test_a_killed_save_leaves_the_former_file_and_what_it_left_goes(step: str, s
 
 def fill(store: Store, rounds: int = 6) -> None:
     """Save entries of another kind until the store has had to evict for them."""
-    from blockstore import Identity
-
     for seed in range(rounds):
         store.save(range(200), grown(None, 200, 100 + seed), Identity("m", "c", "t"))
 
@@ -367,6 +367,35 @@ def test_a_file_that_mlx_lm_wrote_into_names_no_entry(store: Store, folder: Path
     assert pointers.release(store.rooms) == [entry_id]
     assert os.listdir(Path(store.root, "files")) == []
     assert all_facts(load_prompt_cache(path)) == all_facts(caches)
+
+
+def test_a_file_that_was_touched_still_names_its_entry(store: Store, folder: Path) -> None:
+    path = folder / "chat.safetensors"
+    save_prompt_cache(path, grown(None, 100), store=store)
+    (entry,) = store.entries()
+    assert path.stat().st_mtime_ns == entry.created_at_ms * 1_000_000  # which is why it is not read each time
+    os.utime(path)
+    assert pointers.release(store.rooms) == []
+    assert pins(store) == {entry.entry_id: True}
+
+
+def test_a_pointer_to_an_entry_that_is_no_files_does_not_pin_it(store: Store, folder: Path) -> None:
+    path = folder / "chat.safetensors"
+    save_prompt_cache(path, grown(None, 100), store=store)
+    other = store.save(range(100), grown(None, 100, 1), Identity("m", "c", "t")).entry_id
+    rewritten(path, entry=other)
+    assert len(load_prompt_cache(path)) == LAYERS
+    assert pins(store)[other] is False
+
+
+def test_letting_others_go_fails_no_save(store: Store, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = folder / "chat.safetensors"
+    save_prompt_cache(path, grown(None, 100), store=store)
+    monkeypatch.setattr(pointers, "_unpin", failing)
+    second = grown(None, 100, 1)
+    save_prompt_cache(path, second, store=store)
+    save_prompt_cache(folder / "other", second, store=store)
+    assert all_facts(load_prompt_cache(path)) == all_facts(second)
 
 
 def test_where_no_link_can_be_made_only_a_save_over_the_name_lets_go(
@@ -508,8 +537,6 @@ def test_a_pointer_is_not_trusted(what: str, store: Store, folder: Path) -> None
 
 
 def test_layers_of_another_number_or_kind_are_no_match(store: Store, folder: Path) -> None:
-    from blockstore import IdentityMismatch
-
     path = folder / "chat.safetensors"
     save_prompt_cache(path, grown(None, 100), store=store)
     for layers in ('[{"class":"KVCache"}]', '[{"class":"ArraysCache","args":{"size":2}},{},{},{}]'):
