@@ -10,7 +10,7 @@ import errno
 import os
 import secrets
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Final
 from urllib.parse import unquote_to_bytes
@@ -155,9 +155,10 @@ def fill(rooms: Rooms, fd: int, temporary: str, pointer: Pointer) -> None:
     """
     rooms.fs.write_all(fd, memoryview(encoded(pointer)))
     row = rooms.index.entry(pointer.entry_id)
-    if row is not None:
-        os.utime(fd, ns=(_written_ns(row), _written_ns(row)))
-    _hold(rooms, temporary, pointer.entry_id)
+    if row is None or not _hold(rooms, temporary, pointer.entry_id, _always):
+        hint = "Save again."
+        raise EntryGone("the entry was removed before its file was written", entry_id=pointer.entry_id, hint=hint)
+    os.utime(fd, ns=(_written_ns(row), _written_ns(row)))
 
 
 def keep(rooms: Rooms, path: str, entry_id: str) -> None:
@@ -165,30 +166,50 @@ def keep(rooms: Rooms, path: str, entry_id: str) -> None:
 
     So does one whose entry lost its pin, which a lost index takes along.
     """
+
+    def is_lost(row: EntryRow) -> bool:
+        return _path_of(row.ns) is not None and (not row.pinned or _stands(rooms, entry_id, row) is False)
+
     row = rooms.index.entry(entry_id)
-    if rooms.index.read_only or row is None or _path_of(row.ns) is None:
-        return
-    stands = _stands(rooms, entry_id, row)
-    if stands and row.pinned:
-        return
-    if not stands:
-        rooms.fs.unlink(_link(rooms, entry_id))
-    _hold(rooms, path, entry_id)
+    if not rooms.index.read_only and row is not None and is_lost(row):
+        _hold(rooms, path, entry_id, is_lost)
 
 
-def _hold(rooms: Rooms, path: str, entry_id: str) -> None:
-    """Link the pointer file at `path`, if that can be done, and pin its entry. Raises EntryGone."""
-    folder = os.path.join(rooms.layout.root, FILES_NAME)
+def _always(row: EntryRow) -> bool:
+    return True
+
+
+def _hold(rooms: Rooms, path: str, entry_id: str, wanted: Callable[[EntryRow], bool]) -> bool:
+    """Link the pointer at `path`, where that can be done, and pin its entry, if that is there and `wanted` still.
+
+    Links and pins change inside a transaction alone: there is no pin without a link that another process took away.
+    """
+    folder, link = os.path.join(rooms.layout.root, FILES_NAME), _link(rooms, entry_id)
     rooms.fs.make_dir(folder)
+    with rooms.index.write() as books:
+        row = books.entry(entry_id)
+        if row is None or not wanted(row) or not _names(rooms.fs, path, entry_id):
+            return False
+        if not _stands(rooms, entry_id, row):
+            _link_to(rooms.fs, path, link)
+        books.pin(entry_id, pinned=True)
+    if rooms.layout.durable:
+        rooms.fs.sync_dir(folder)
+    return True
+
+
+def _link_to(fs: FileSystem, path: str, link: str) -> None:
+    """Make `link` a second name of the file at `path`, in place of another's, where that can be done."""
+    spare = link + ".new"  # that a link is gone tells more than a failure here should
+    fs.unlink(spare)
     try:
-        os.link(path, _link(rooms, entry_id))
+        os.link(path, spare)
     except OSError as error:
         if error.errno not in _NO_LINK:
             raise
-    if rooms.layout.durable:
-        rooms.fs.sync_dir(folder)
-    if not rooms.index.pin(entry_id, pinned=True):
-        raise EntryGone("the entry was removed before its file was written", entry_id=entry_id, hint="Save again.")
+    else:
+        fs.rename(spare, link)
+        fs.unlink(spare)  # there still where both were names of one file
 
 
 def standing(fs: FileSystem, path: str) -> Pointer | None:
@@ -202,13 +223,14 @@ def standing(fs: FileSystem, path: str) -> Pointer | None:
 
 def replaced(rooms: Rooms, path: str, old: Pointer | None) -> None:
     """Another file has taken the name of the pointer `old`: unless that stands elsewhere, its entry loses its pin."""
-    row = None if old is None else rooms.index.entry(old.entry_id)
-    if old is None or row is None:
-        return
-    stands = _stands(rooms, old.entry_id, row)
-    # Without a link, what was saved under another name may still have that.
-    if stands is False or (stands is None and row.ns == namespace(path)):
-        _unpin(rooms, old.entry_id, row)
+
+    def is_gone(row: EntryRow | None) -> bool:
+        stands = None if old is None else _stands(rooms, old.entry_id, row)
+        # Without a link, what was saved under another name may still have that.
+        return stands is False or (stands is None and row is not None and row.ns == namespace(path))
+
+    if old is not None and is_gone(rooms.index.entry(old.entry_id)):
+        _let_go(rooms, old.entry_id, is_gone)
 
 
 def release(rooms: Rooms) -> list[str]:
@@ -217,17 +239,24 @@ def release(rooms: Rooms) -> list[str]:
     if rooms.index.read_only:
         return released
     for entry_id in filter(is_id, list(rooms.fs.names(os.path.join(rooms.layout.root, FILES_NAME)))):
-        row = rooms.index.entry(entry_id)
-        if _stands(rooms, entry_id, row) or (row is not None and _stands_by_name(rooms.fs, row.ns, entry_id)):
-            continue
-        if _unpin(rooms, entry_id, row):
+
+        def is_gone(row: EntryRow | None, entry_id: str = entry_id) -> bool:
+            by_name = row is not None and _stands_by_name(rooms.fs, row.ns, entry_id)
+            return _stands(rooms, entry_id, row) is False and not by_name
+
+        if is_gone(rooms.index.entry(entry_id)) and _let_go(rooms, entry_id, is_gone):
             released.append(entry_id)
     return released
 
 
-def _unpin(rooms: Rooms, entry_id: str, row: EntryRow | None) -> bool:
-    unpinned = row is not None and row.pinned and rooms.index.pin(entry_id, pinned=False)
-    rooms.fs.unlink(_link(rooms, entry_id))
+def _let_go(rooms: Rooms, entry_id: str, is_gone: Callable[[EntryRow | None], bool]) -> bool:
+    """Take an entry's pin and its link, if its file is still gone now that nobody can link another."""
+    with rooms.index.write() as books:
+        row = books.entry(entry_id)
+        if not is_gone(row):
+            return False
+        unpinned = row is not None and row.pinned and books.pin(entry_id, pinned=False)
+        rooms.fs.unlink(_link(rooms, entry_id))
     return unpinned
 
 

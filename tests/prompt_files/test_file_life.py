@@ -217,7 +217,7 @@ import os, signal, sys
 sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "codecs")!r}, {str(ROOT / "tests")!r}]
 from blockstore import pointers, save_prompt_cache
 from blockstore.fs import FileSystem
-from blockstore.index import Index
+from blockstore.ledger import Ledger
 from prompt_files.test_file_life import grown
 
 def die(*args, **options):
@@ -227,7 +227,7 @@ step, root, path = sys.argv[1:]
 if step == "before the pointer is written":
     pointers.fill = die
 elif step == "before the pin":
-    Index.pin = die
+    Ledger.pin = die
 else:
     rename = FileSystem.rename
     FileSystem.rename = lambda fs, a, b: die() if b.endswith(".safetensors") else rename(fs, a, b)
@@ -391,7 +391,7 @@ def test_a_pointer_to_an_entry_that_is_no_files_does_not_pin_it(store: Store, fo
 def test_letting_others_go_fails_no_save(store: Store, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = folder / "chat.safetensors"
     save_prompt_cache(path, grown(None, 100), store=store)
-    monkeypatch.setattr(pointers, "_unpin", failing)
+    monkeypatch.setattr(pointers, "_let_go", failing)
     second = grown(None, 100, 1)
     save_prompt_cache(path, second, store=store)
     save_prompt_cache(folder / "other", second, store=store)
@@ -434,6 +434,32 @@ def test_the_command_gc_lets_go_of_what_was_deleted(store: Store, folder: Path) 
 
 
 # ---- loading
+
+
+@pytest.mark.parametrize("released", [True, False])
+@pytest.mark.parametrize("how", ["replaced", "deleted"])
+def test_a_load_that_ends_after_its_file_has_gone_keeps_nothing(
+    how: str, released: bool, store: Store, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = folder / "chat.safetensors"
+    caches = grown(None, 100)
+    save_prompt_cache(path, caches, store=store)
+    entry_id, keep = entry_of(path), pointers.keep
+
+    def late(rooms: Any, *args: Any) -> None:
+        if how == "replaced":
+            save_prompt_cache(path, grown(None, 100, 1), store=store)
+        else:
+            path.unlink()
+        if released:
+            pointers.release(rooms)
+        keep(rooms, *args)
+
+    monkeypatch.setattr(pointers, "keep", late)
+    assert all_facts(load_prompt_cache(path, store=store)) == all_facts(caches)
+    pointers.release(store.rooms)
+    assert pins(store)[entry_id] is False
+    assert os.listdir(Path(store.root, "files")) == ([entry_of(path)] if how == "replaced" else [])
 
 
 def test_a_load_pins_what_lost_its_pin(store: Store, folder: Path) -> None:
