@@ -13,6 +13,7 @@ from .errors import (
     Cancelled,
     CorruptEntry,
     EntryGone,
+    FileMissing,
     IdentityMismatch,
     InvalidInput,
     NotPermitted,
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     )
     from .pending import Outcome, SpillStats
     from .prompt_cache import PersistentPromptCache, PromptCacheStats
+    from .prompt_cache_files import load_prompt_cache, save_prompt_cache
     from .restoring import Loaded
     from .saving import Saved
     from .spill import SpillQueue
@@ -58,9 +60,11 @@ _LAZY = {
     "clone_kv_caches": "files",
     "load_kv_cache": "files",
     "load_kv_cache_async": "files",
+    "load_prompt_cache": "prompt_cache_files",
     "read_kv_header": "files",
     "save_kv_cache": "files",
     "save_kv_cache_async": "files",
+    "save_prompt_cache": "prompt_cache_files",
 }
 
 
@@ -80,6 +84,7 @@ __all__ = [
     "CorruptEntry",
     "Entry",
     "EntryGone",
+    "FileMissing",
     "GenerationCheckpoint",
     "Identity",
     "IdentityMismatch",
@@ -107,7 +112,9 @@ __all__ = [
     "identity_of",
     "load_kv_cache",
     "load_kv_cache_async",
+    "load_prompt_cache",
     "read_kv_header",
     "save_kv_cache",
     "save_kv_cache_async",
+    "save_prompt_cache",
 ]

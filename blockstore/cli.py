@@ -22,7 +22,7 @@ from .cli_move import export_entries, import_files
 from .cli_run import Options, Run, options_before, running
 from .errors import BlockstoreError, EntryGone, InvalidInput, NotPermitted, StoreBroken
 from .fs import FileSystem
-from .layout import Layout, find_layout
+from .layout import FILES_NAME, Layout, find_layout
 from .listing import Entry
 from .space import Space
 from .space import space as space_of
@@ -218,6 +218,8 @@ def gc(
 ) -> None:
     """Collect what nothing refers to, while others use the store."""
     with running(context, root, as_json) as run, run.open() as store:
+        if not dry_run:
+            _release_files(store)
         with run.progress("collecting") as progress:
             plan = store.gc(dry_run=dry_run, full=full, progress=progress)
         run.show(
@@ -225,6 +227,16 @@ def gc(
         )
         if plan.count("sweep"):  # an unreadable header stopped it
             raise typer.Exit(Code.FOUND)
+
+
+def _release_files(store: Store) -> None:
+    """Let entries go whose prompt cache file is gone; they lose their pin, and nothing else."""
+    rooms = store.rooms
+    if not rooms.fs.exists(os.path.join(rooms.layout.root, FILES_NAME)):
+        return
+    from .pointers import release
+
+    release(rooms)
 
 
 @app.command("check")

@@ -5,7 +5,7 @@ from typing import Annotated, Final
 import typer
 
 from .cli_exit import MEANINGS
-from .cli_run import DEFAULT_ROOT, ROOT_VARIABLE
+from .layout import DEFAULT_ROOT, ROOT_VARIABLE
 
 _HELP: Final = """Look after a store of LLM prompt caches.
 

@@ -11,7 +11,17 @@ from typing import Any, Final, TextIO
 import typer
 
 from .cli_text import printable
-from .errors import BlockstoreError, CacheMiss, Cancelled, InvalidInput, NotPermitted, StoreBroken, StoreBusy, StoreFull
+from .errors import (
+    BlockstoreError,
+    CacheMiss,
+    Cancelled,
+    InvalidInput,
+    NotPermitted,
+    NotStored,
+    StoreBroken,
+    StoreBusy,
+    StoreFull,
+)
 from .fs import is_full
 
 
@@ -49,6 +59,7 @@ MEANINGS: Final[Mapping[Code, str]] = {
 _KINDS: Final[tuple[tuple[type[BlockstoreError], Code], ...]] = (
     (InvalidInput, Code.INPUT),
     (StoreBusy, Code.BUSY),
+    (NotStored, Code.FOUND),
     (StoreBroken, Code.BROKEN),
     (StoreFull, Code.FULL),
     (CacheMiss, Code.MISS),

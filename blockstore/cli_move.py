@@ -1,8 +1,10 @@
 """The commands that move: cache files into the store, entries out of it. These load MLX, the others do not."""
 
+from collections.abc import Callable
 from enum import StrEnum
+from functools import partial
 from types import ModuleType
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -10,11 +12,16 @@ from . import cli_views as views
 from .cli_app import Json, Root
 from .cli_exit import Code, MissingPackage, failure, one_line, warn
 from .cli_ids import choose
+from .cli_prompt import Described, is_prompt_cache
 from .cli_run import Run, running
 from .cli_text import printable
 from .errors import BlockstoreError, CacheMiss, InvalidInput
 from .store import Store
 
+if TYPE_CHECKING:
+    from .moving import Imported
+
+_Option = partial(typer.Option, show_default=False)
 _Failures = dict[str, BlockstoreError | OSError]
 
 
@@ -28,28 +35,60 @@ class FileLayout(StrEnum):
 def import_files(
     context: typer.Context,
     paths: Annotated[list[str], typer.Argument(metavar="PATH...", help="Cache files, or directories of them.")],
+    tokens: Annotated[
+        str | None, _Option("--tokens", metavar="FILE", help="What it encodes: a JSON list of ids, or an .npy file.")
+    ] = None,
+    model: Annotated[
+        str | None,
+        _Option("--model", metavar="DIR", help="Whose it is: what mlx_lm.load takes, a hub id or a directory."),
+    ] = None,
+    adapter_path: Annotated[
+        str | None, _Option("--adapter-path", metavar="DIR", help="The adapter it was used with.")
+    ] = None,
+    kv_bits: Annotated[int | None, _Option("--kv-bits", metavar="N", help="As given to mlx-lm's generation.")] = None,
+    kv_group_size: Annotated[int | None, _Option("--kv-group-size", metavar="N", help="As given there.")] = None,
+    quantized_kv_start: Annotated[
+        int | None, _Option("--quantized-kv-start", metavar="N", help="As given there.")
+    ] = None,
+    model_id: Annotated[
+        str | None, _Option("--model-id", metavar="TEXT", help="The identity's field, as it is.")
+    ] = None,
+    config_fingerprint: Annotated[
+        str | None, _Option("--config-fingerprint", metavar="TEXT", help="The identity's field, as it is.")
+    ] = None,
+    tokenizer_hash: Annotated[
+        str | None, _Option("--tokenizer-hash", metavar="TEXT", help="The identity's field, as it is.")
+    ] = None,
+    ns: Annotated[str | None, _Option("--ns", metavar="TEXT", help="The identity's namespace.")] = None,
     root: Root = None,
     as_json: Json = False,
 ) -> None:
-    """Take cache files of any version into the store; they stay as they are.
+    """Take cache files of any version, or a prompt cache file of mlx-lm's, into the store; they stay as they are.
 
     Directories are searched for *.mlxkv. A file that cannot be read is reported and passed over; one whose entry the
-    store has already is left alone, so that a second run takes up where the first stopped.
+    store has already is left alone, so that a second run takes up where the first stopped. A .safetensors file says
+    neither whose it is nor which tokens it encodes: the options do.
     """
+    described = Described(
+        tokens, model, adapter_path, kv_bits, kv_group_size, quantized_kv_start,
+        {"model_id": model_id, "config_fingerprint": config_fingerprint, "tokenizer_hash": tokenizer_hash, "ns": ns},
+    )  # fmt: skip
     with running(context, root, as_json) as run:
         moving = _moving()
+        files = list(moving.cache_files(paths))
+        take = described.taker(files)
         with Store(run.root) as store:
-            _import(run, store, list(moving.cache_files(paths)))
+            _import(run, store, files, take)
 
 
-def _import(run: Run, store: Store, files: list[str]) -> None:
+def _import(run: Run, store: Store, files: list[str], take_prompt_cache: "Callable[[Store, str], Imported]") -> None:
     failed = _Failures()
     done = []
     with run.progress("importing") as progress:
         for number, path in enumerate(files):
             progress(number, len(files))
             try:
-                done.append(store.import_file(path))
+                done.append(take_prompt_cache(store, path) if is_prompt_cache(path) else store.import_file(path))
             except (CacheMiss, InvalidInput, OSError) as error:  # the file's fault; the store's would come again
                 failed[path] = error
     run.show(

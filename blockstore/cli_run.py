@@ -5,20 +5,18 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
 import typer
 
 from .cli_exit import as_json_text, ending, write
 from .errors import InvalidInput
+from .layout import DEFAULT_ROOT, ROOT_VARIABLE
 from .store import Store
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
-
-ROOT_VARIABLE: Final = "BLOCKSTORE_ROOT"
-DEFAULT_ROOT: Final = "~/.cache/blockstore"
 
 
 class Options(msgspec.Struct, frozen=True):

@@ -65,6 +65,12 @@ class UnsupportedFormat(CacheMiss):
     code = "unsupported-format"
 
 
+class FileMissing(CacheMiss, FileNotFoundError, RuntimeError):
+    """There is no such prompt cache file. A RuntimeError, too, which is what mlx raises for it."""
+
+    code = "file-missing"
+
+
 class InvalidInput(BlockstoreError, ValueError):
     """An argument that makes no sense; nothing was written."""
 

@@ -26,6 +26,9 @@ CONFIG_NAME: Final = "store.json"
 LOCK_NAME: Final = "store.lock"
 TAG_NAME: Final = "CACHEDIR.TAG"
 TURN_NAME: Final = "admission.lock"
+FILES_NAME: Final = "files"  # made when a prompt cache file is first written
+ROOT_VARIABLE: Final = "BLOCKSTORE_ROOT"
+DEFAULT_ROOT: Final = "~/.cache/blockstore"
 HEADER_SUFFIX: Final = ".mlxkv"
 SCOPE_HEX_DIGITS: Final = 32
 _CONFIG_LIMIT_BYTES: Final = 64 << 10
@@ -112,7 +115,7 @@ class Layout:
 
 def check_free(fs: FileSystem, root: str) -> None:
     """Raise unless a new store may be made in the directory `root`: empty, or left by a creation that was cut short."""
-    ours = {*_FOLDERS, LOCK_NAME, TAG_NAME, CONFIG_NAME, STAMP_NAME, TURN_NAME}
+    ours = {*_FOLDERS, FILES_NAME, LOCK_NAME, TAG_NAME, CONFIG_NAME, STAMP_NAME, TURN_NAME}
     strangers = sorted(name for name in set(fs.names(root)) - ours if not name.startswith("."))
     if strangers:
         raise InvalidInput(

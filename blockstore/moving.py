@@ -10,7 +10,7 @@ from kvcodecs import geometry
 from kvcodecs.algebra import FIRST_PROVIDER_ID, CodecProvider
 from kvcodecs.entry import HeaderEntry, Slot, leaves
 
-from . import cut, entries, monolith, placing, rows_files, saving
+from . import cut, entries, monolith, placing, preparing, rows_files, saving
 from .blocks import Blocks
 from .buffers import ByteArray
 from .errors import CorruptEntry, EntryGone, InvalidInput, UnsupportedFormat
@@ -19,7 +19,8 @@ from .fs import FileSystem
 from .header_files import opened
 from .identity import Identity
 from .layout import HEADER_SUFFIX
-from .packing import Prepared
+from .meta import Meta
+from .packing import Prepared, header_of
 from .prefixes import pack_tokens
 from .records import SEGMENTS_PROVIDER, Attachment, Header, scope_of
 from .rooms import Rooms
@@ -72,6 +73,26 @@ def import_file(rooms: Rooms, provider: CodecProvider, path: str) -> Imported:
             outcome, entry_id = known
             return Imported(path, outcome, entry_id)
         prepared = _prepared(rooms, fd, path, header, provider_id)
+    saved = saving.commit(rooms, prepared)
+    return Imported(path, "imported", saved.entry_id, saved)
+
+
+def import_caches(
+    rooms: Rooms, provider: CodecProvider, path: str, tokens: Sequence[int], caches: Sequence[object], meta: Meta
+) -> Imported:
+    """Take caches that were loaded from `path`, and encode `tokens`, into the store as import_file() takes a file.
+
+    Raises InvalidInput where the caches do not encode the tokens, StoreFull, OSError.
+    """
+    config = rooms.layout.config
+    prepared = preparing.prepare(
+        provider, tokens, caches, meta, span=config.span, block_bytes=config.block_bytes, hash_name=config.block_hash
+    )
+    header = header_of(prepared, BLOCKS_VERSION, prepared.caches, prepared.attachments, created_at_ms=0)
+    known = _standing(rooms, header, prepared.provider_id)
+    if known is not None:
+        outcome, entry_id = known
+        return Imported(path, outcome, entry_id)
     saved = saving.commit(rooms, prepared)
     return Imported(path, "imported", saved.entry_id, saved)
 

@@ -22,13 +22,13 @@ LEVELS = [
     ["fs", "digest", "wyhash", "jsontext"],
     ["memory", "versions", "locks", "workers", "index_rows", "wyhash_many", "stamp", "probe", "transaction", "mapping"],
     ["records", "rules", "parse", "header", "identity", "environment"],
-    ["cut", "blocks", "buffers", "prefixes", "leases", "placing", "meta", "header_files"],
+    ["cut", "blocks", "buffers", "prefixes", "leases", "placing", "meta", "header_files", "safetensors"],
     ["limits", "quotas", "history", "restoring", "walk"],
     ["ledger", "packing"],
     ["index", "layout", "monolith"],
     ["rooms"],
-    ["entries", "sources", "listing", "findings"],
-    ["rows_files"],
+    ["entries", "sources", "listing", "findings", "pointers"],
+    ["rows_files", "mlx_lm_caches"],
     ["full_mark", "space"],
     ["collect", "rebuild", "check", "report"],
     ["admission"],
@@ -37,9 +37,10 @@ LEVELS = [
     ["moving"],
     ["opening"],
     ["store"],
-    ["agreement", "extracted"],
+    ["agreement", "extracted", "prompt_cache_files"],
     ["prompt_cache"],
     ["cli_text", "cli_exit", "cli_ids", "cli_run", "cli_views", "cli_app"],
+    ["cli_prompt"],
     ["cli_move", "cli_limits"],
     ["demo", "cli"],
     ["__init__", "__main__"],
@@ -57,7 +58,7 @@ WITH_ARRAYS = {
     "saving",
     "loading",
 }
-WITH_ARRAYS |= {"files", "moving", "demo", "extracted", "prompt_cache"}
+WITH_ARRAYS |= {"files", "moving", "demo", "mlx_lm_caches", "prompt_cache_files", "extracted", "prompt_cache"}
 # These may import mlx inside a function, so that a command that needs no array starts without it.
 LAZY = {"store", "cli", "cli_move", "__init__", "__main__"}
 WITHOUT_ARRAYS = {name for names in LEVELS for name in names} - WITH_ARRAYS - LAZY

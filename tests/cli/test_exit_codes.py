@@ -16,6 +16,7 @@ from blockstore import (
     Cancelled,
     InvalidInput,
     NotPermitted,
+    NotStored,
     Store,
     StoreBroken,
     StoreBusy,
@@ -44,7 +45,7 @@ def test_the_codes_never_change() -> None:
 
 def test_every_error_of_the_tree_has_its_code() -> None:
     by_root: dict[type, int] = {CacheMiss: 7, InvalidInput: 3, StoreBusy: 4, StoreBroken: 5, StoreFull: 6}
-    by_root |= {NotPermitted: 8, Cancelled: 130}
+    by_root |= {NotPermitted: 8, NotStored: 1, Cancelled: 130}
     kinds = [kind for kind in vars(blockstore.errors).values() if isinstance(kind, type)]
     kinds = [kind for kind in kinds if issubclass(kind, BlockstoreError) and kind is not BlockstoreError]
     assert {kind: code_of(kind("x")) for kind in kinds} == {
