@@ -41,6 +41,10 @@ LEVELS = [
     ["prompt_cache"],
     ["cli_text", "cli_exit", "cli_ids", "cli_run", "cli_views", "cli_app"],
     ["cli_move", "cli_limits"],
+    ["serve_metrics", "serve_signals"],
+    ["serve_http"],
+    ["serve"],
+    ["cli_serve"],
     ["demo", "cli"],
     ["__init__", "__main__"],
 ]
@@ -57,9 +61,9 @@ WITH_ARRAYS = {
     "saving",
     "loading",
 }
-WITH_ARRAYS |= {"files", "moving", "demo", "extracted", "prompt_cache"}
+WITH_ARRAYS |= {"files", "moving", "demo", "extracted", "prompt_cache", "serve_http", "serve"}
 # These may import mlx inside a function, so that a command that needs no array starts without it.
-LAZY = {"store", "cli", "cli_move", "__init__", "__main__"}
+LAZY = {"store", "cli", "cli_move", "cli_serve", "__init__", "__main__"}
 WITHOUT_ARRAYS = {name for names in LEVELS for name in names} - WITH_ARRAYS - LAZY
 DESCRIPTIONS = {"kvcodecs.entry", "kvcodecs.geometry"}
 
