@@ -21,6 +21,7 @@ from .agreement import agreed
 from .errors import BlockstoreError, EntryGone, NotStored
 from .extracted import shorten_views, taken_views
 from .identity import Identity
+from .listing import Match
 from .packing import Prepared
 from .pending import Outcome
 from .prefixes import MAX_TOKEN
@@ -80,7 +81,7 @@ class _Item:
     label: _Label
     prepared: Prepared
     caches: Sequence[Any]
-    replaces: str | None
+    supersedes: bool
     attempts: int = 0
     is_outdated: bool = False
 
@@ -298,18 +299,15 @@ class PersistentPromptCache:
     def _prepare(self, label: _Label, caches: Sequence[Any], views: Sequence[Any]) -> None:
         """Take a snapshot of what is not stored yet and let it wait for its turn."""
         packed = label.tokens
-        # One token more, so that all of them count: a lookup leaves the last one to compute.
-        match = self.store.find(np.append(packed, np.uint32(0)), label.identity)
+        match = self._longest(label)
         if match is not None and match.length == len(packed):
             return
         remembered = history.remembered(self.store.root, views) is not None
         prepared = self.store.prepare(packed, views, label.identity, parent=None if remembered else match)
-        shortens = geometry.list_shortens(prepared.caches)
-        whole = match is not None and match.length == match.entry_length
-        replaces = match.entry_id if match is not None and whole and shortens and self._supersede else None
-        if shortens and self._supersede:
+        supersedes = self._supersede and geometry.list_shortens(prepared.caches)
+        if supersedes:
             self._queue.cancel_where(lambda waiting: waiting.begins(label))
-        self._enqueue(_Item(label, prepared, caches, replaces))
+        self._enqueue(_Item(label, prepared, caches, supersedes))
 
     def _enqueue(self, item: _Item) -> None:
         item.attempts += 1
@@ -321,6 +319,7 @@ class PersistentPromptCache:
     def _write(self, item: _Item) -> Saved:
         """On the queue's thread."""
         try:
+            former = self._longest(item.label) if item.supersedes else None
             saved = self.store.commit(item.prepared)
         except BaseException as error:
             self._not_written(item, error)
@@ -328,9 +327,13 @@ class PersistentPromptCache:
         with self._lock:
             self._counts.stored += 1
             self._lost = {label: why for label, why in self._lost.items() if not label.begins(item.label)}
-        if item.replaces is not None:
-            self._drop(item.replaces)
+        if former is not None and former.entry_length == former.length < saved.token_count:
+            self._drop(former.entry_id)
         return saved
+
+    def _longest(self, label: _Label) -> Match | None:
+        """What the store has that begins with the most of these tokens, the last one included."""
+        return self.store.find(np.append(label.tokens, np.uint32(0)), label.identity)  # find leaves one to compute
 
     def _not_written(self, item: _Item, error: BaseException) -> None:
         """Try it again later; its last failure counts."""
