@@ -5,7 +5,6 @@ that the store does fails a request: each failure is a miss, and is logged once.
 """
 
 import logging
-import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -14,26 +13,16 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
-from kvcodecs import geometry
-
-from . import history
 from .agreement import agreed
-from .errors import BlockstoreError, EntryGone, NotStored
 from .extracted import shorten_views, taken_views
 from .identity import Identity
-from .listing import Match
-from .packing import Prepared
-from .pending import Outcome
 from .prefixes import MAX_TOKEN
 from .restoring import Loaded
-from .saving import Saved
-from .spill import SpillQueue
 from .store import Store
+from .write_behind import Failures, WriteBehind
 
 _LOG: Final = logging.getLogger("blockstore")
 _QUEUE_BYTES: Final = 4 << 30
-# How often one snapshot is tried before it counts as lost.
-_ATTEMPTS: Final = 3
 
 
 class PromptCacheStats(msgspec.Struct, frozen=True):
@@ -59,33 +48,6 @@ class PromptCacheStats(msgspec.Struct, frozen=True):
     failures: int
 
 
-@dataclass(frozen=True)
-class _Label:
-    """What a waiting snapshot is of."""
-
-    identity: Identity
-    packed: bytes
-
-    @property
-    def tokens(self) -> "np.ndarray[Any, np.dtype[np.uint32]]":
-        return np.frombuffer(self.packed, "<u4")
-
-    def begins(self, other: "_Label") -> bool:
-        return self.identity == other.identity and other.packed.startswith(self.packed)
-
-
-@dataclass(eq=False)
-class _Item:
-    """A snapshot on its way to the store. `caches` stand in memory, should it have to be taken once more."""
-
-    label: _Label
-    prepared: Prepared
-    caches: Sequence[Any]
-    supersedes: bool
-    attempts: int = 0
-    is_outdated: bool = False
-
-
 @dataclass
 class _Counts:
     hits_memory: int = 0
@@ -95,10 +57,6 @@ class _Counts:
     tokens_restored: int = 0
     bytes_restored: int = 0
     last_restore_s: float = 0.0
-    stored: int = 0
-    dropped: int = 0
-    failed: int = 0
-    failures: int = 0
 
 
 class PersistentPromptCache:
@@ -132,14 +90,10 @@ class PersistentPromptCache:
         self._identities: dict[Any, Identity | None] = {}
         self._prototypes = prototypes
         self._memory: Any = LRUPromptCache(max_size, max_bytes)
-        self._supersede = supersede
         self._leave_one = leave_one
-        self._queue: SpillQueue[_Item, Saved] = SpillQueue(self._write, max_bytes=queue_bytes)
-        self._lock = threading.Lock()
+        self._failures = Failures()
+        self._behind = WriteBehind(store, queue_bytes=queue_bytes, supersede=supersede, failures=self._failures)
         self._counts = _Counts()
-        self._said: set[str] = set()
-        self._again: list[_Item] = []
-        self._lost: dict[_Label, str] = {}
 
     # ---- as LRUPromptCache
 
@@ -193,26 +147,24 @@ class PersistentPromptCache:
         if _is_storable(tokens):
             count = agreed(tokens, prompt_cache)
             if count == 0:
-                self._say("caches of different lengths were not kept")
+                self._failures.say("caches of different lengths were not kept")
                 return
             tokens = tokens[:count]
             shorten_views(views, prompt_cache)
         self._memory.insert_cache(model, tokens, prompt_cache, cache_type=cache_type)
         if _is_storable(tokens):
-            self._retry()
-            self._spill(model, tokens, prompt_cache, views)
+            self._write_behind(model, tokens, prompt_cache, views)
 
     # ---- the store
 
     @property
     def stats(self) -> PromptCacheStats:
-        queue, counts = self._queue.stats, self._counts
         return PromptCacheStats(
-            **{name: getattr(counts, name) for name in PromptCacheStats.__struct_fields__ if hasattr(counts, name)},
+            **vars(self._counts),
+            **self._behind.written._asdict(),
             entries=len(self),
             nbytes=self.nbytes,
-            pending_count=queue.pending_count,
-            pending_bytes=queue.pending_bytes,
+            failures=self._failures.count,
         )
 
     def flush(self, timeout: float | None = None) -> None:
@@ -220,25 +172,14 @@ class PersistentPromptCache:
 
         Call on the thread that owns the caches, or when that has ended. Raises NotStored, with what is missing.
         """
-        deadline = None if timeout is None else time.monotonic() + timeout
-        while True:
-            self._retry()
-            if not self._queue.drain(None if deadline is None else max(0.0, deadline - time.monotonic())):
-                raise NotStored("not all was written in time", found=f"{self._queue.stats.pending_count} still wait")
-            if not self._again:
-                break
-        with self._lock:
-            lost, self._lost = self._lost, {}
-        if lost:
-            names = (f"{len(at.packed) // 4} tokens of {at.identity.model_id}: {why}" for at, why in lost.items())
-            raise NotStored("not all was stored", found="; ".join(names))
+        self._behind.flush(timeout)
 
     def close(self, timeout: float | None = None) -> bool:
         """Write what waits, and write behind no more; False where that took longer than `timeout` seconds.
 
         Memory and lookups go on. The store stays open: it is the caller's.
         """
-        return self._queue.close(timeout)
+        return self._behind.close(timeout)
 
     # ---- inside
 
@@ -266,7 +207,7 @@ class PersistentPromptCache:
                 return None
             loaded = self._loaded(model, packed, identity, known)
         except Exception as error:
-            self._say("the store was not asked", error)
+            self._failures.say("the store was not asked", error)
             return None
         if loaded is not None:
             self._count_restored(loaded, time.perf_counter() - began)
@@ -288,94 +229,14 @@ class PersistentPromptCache:
         counts.last_restore_s = seconds
         _LOG.info("restored %d tokens (%.1f MB) in %.3f s", loaded.token_count, size / 1e6, seconds)
 
-    def _spill(self, model: Any, tokens: list[int], caches: Sequence[Any], views: Sequence[Any]) -> None:
+    def _write_behind(self, model: Any, tokens: list[int], caches: Sequence[Any], views: Sequence[Any]) -> None:
         try:
+            self._behind.retry()
             identity = self._identity_of(model)
             if identity is not None:
-                self._prepare(_Label(identity, np.array(tokens, "<u4").tobytes()), caches, views)
+                self._behind.put(identity, tokens, caches, views)
         except Exception as error:
-            self._say("a prompt cache was not prepared", error)
-
-    def _prepare(self, label: _Label, caches: Sequence[Any], views: Sequence[Any]) -> None:
-        """Take a snapshot of what is not stored yet and let it wait for its turn."""
-        packed = label.tokens
-        match = self._longest(label)
-        if match is not None and match.length == len(packed):
-            return
-        remembered = history.remembered(self.store.root, views) is not None
-        prepared = self.store.prepare(packed, views, label.identity, parent=None if remembered else match)
-        supersedes = self._supersede and geometry.list_shortens(prepared.caches)
-        if supersedes:
-            self._queue.cancel_where(lambda waiting: waiting.begins(label))
-        self._enqueue(_Item(label, prepared, caches, supersedes))
-
-    def _enqueue(self, item: _Item) -> None:
-        item.attempts += 1
-        label = item.label
-        pinned = sum(view.nbytes for view in item.prepared.views.values())
-        future = self._queue.enqueue(item, pinned, label=label)
-        future.add_done_callback(lambda done: self._resolved(label, done.result()))
-
-    def _write(self, item: _Item) -> Saved:
-        """On the queue's thread."""
-        try:
-            former = self._longest(item.label) if item.supersedes else None
-            saved = self.store.commit(item.prepared)
-        except BaseException as error:
-            self._not_written(item, error)
-            raise
-        with self._lock:
-            self._counts.stored += 1
-            self._lost = {label: why for label, why in self._lost.items() if not label.begins(item.label)}
-        if former is not None and former.entry_length == former.length < saved.token_count:
-            self._drop(former.entry_id)
-        return saved
-
-    def _longest(self, label: _Label) -> Match | None:
-        """What the store has that begins with the most of these tokens, the last one included."""
-        return self.store.find(np.append(label.tokens, np.uint32(0)), label.identity)  # find leaves one to compute
-
-    def _not_written(self, item: _Item, error: BaseException) -> None:
-        """Try it again later; its last failure counts."""
-        with self._lock:
-            if item.attempts < _ATTEMPTS:
-                item.is_outdated = isinstance(error, EntryGone)
-                self._again.append(item)
-            else:
-                self._counts.failed += 1
-                self._lost[item.label] = f"{type(error).__name__}: {error}"
-        self._say("a prompt cache was not written", error)
-
-    def _resolved(self, label: _Label, outcome: Outcome[Saved]) -> None:
-        if outcome.reason == "dropped":
-            with self._lock:
-                self._counts.dropped += 1
-                self._lost[label] = "dropped, since too much waited to be written"
-            self._say("a prompt cache was dropped, since too much waited to be written")
-
-    def _retry(self) -> None:
-        """Let what failed wait once more. On the caches' thread: a snapshot may have to be taken again."""
-        with self._lock:
-            items, self._again = self._again, []
-        for item in items:
-            try:
-                if item.is_outdated:
-                    history.forget(item.caches)
-                    item.prepared = self.store.prepare(item.label.tokens, item.caches, item.label.identity)
-                    item.is_outdated = False
-                self._enqueue(item)
-            except Exception as error:
-                self._not_written(item, error)
-
-    def _drop(self, entry_id: str) -> None:
-        """Remove an entry that a longer one stands for, unless somebody pinned it; its blocks live on in that one."""
-        try:
-            if not self.store.entry(entry_id).pinned:
-                self.store.remove(entry_id)
-        except EntryGone:
-            pass
-        except (BlockstoreError, OSError) as error:
-            self._say("a superseded entry was not removed", error)
+            self._failures.say("a prompt cache was not prepared", error)
 
     def _identity_of(self, model: Any) -> Identity | None:
         """Of a model key, worked out once; None, for good, where that failed."""
@@ -384,18 +245,8 @@ class PersistentPromptCache:
                 self._identities[model] = self._identity(model)
             except Exception as error:
                 self._identities[model] = None
-                self._say("nothing of this model is stored: its identity is unknown", error)
+                self._failures.say("nothing of this model is stored: its identity is unknown", error)
         return self._identities[model]
-
-    def _say(self, what: str, error: BaseException | None = None) -> None:
-        """Count a failure; the first of its kind is logged, since it may come back with every request."""
-        kind = f"{what} {type(error).__name__}"
-        with self._lock:
-            self._counts.failures += 1
-            is_new = kind not in self._said
-            self._said.add(kind)
-        if is_new:
-            _LOG.error("%s; requests go on. Further ones are not logged. %s", what, "" if error is None else error)
 
 
 def _is_storable(tokens: Sequence[Any]) -> bool:

@@ -38,6 +38,7 @@ LEVELS = [
     ["opening"],
     ["store"],
     ["agreement", "extracted", "prompt_cache_files"],
+    ["write_behind"],
     ["prompt_cache"],
     ["cli_text", "cli_exit", "cli_ids", "cli_run", "cli_views", "cli_app"],
     ["cli_prompt"],
@@ -62,8 +63,17 @@ WITH_ARRAYS = {
     "saving",
     "loading",
 }
-WITH_ARRAYS |= {"files", "moving", "demo", "mlx_lm_caches", "prompt_cache_files", "extracted", "prompt_cache"}
-WITH_ARRAYS |= {"serve_http", "serve"}
+WITH_ARRAYS |= {
+    "files",
+    "moving",
+    "demo",
+    "mlx_lm_caches",
+    "prompt_cache_files",
+    "extracted",
+    "prompt_cache",
+    "write_behind",
+}
+WITH_ARRAYS |= {"write_behind", "prompt_cache", "serve_http", "serve"}
 # These may import mlx inside a function, so that a command that needs no array starts without it.
 LAZY = {"store", "cli", "cli_move", "cli_serve", "__init__", "__main__"}
 WITHOUT_ARRAYS = {name for names in LEVELS for name in names} - WITH_ARRAYS - LAZY

@@ -1,0 +1,206 @@
+"""Prompt caches on their way to a store: prepared where they live, committed behind their owner's back.
+
+What fails is tried again; what a longer snapshot stands for is not written, or goes from the store.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+
+from kvcodecs import geometry
+
+from . import history
+from .errors import BlockstoreError, EntryGone, NotStored
+from .identity import Identity
+from .listing import Match
+from .packing import Prepared
+from .pending import Outcome
+from .saving import Saved
+from .spill import SpillQueue
+from .store import Store
+
+_LOG: Final = logging.getLogger("blockstore")
+# How often one snapshot is tried before it counts as lost.
+_ATTEMPTS: Final = 3
+
+
+class Failures:
+    """Counts what went wrong, from any thread, and logs the first of each kind: it may come back with every request."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._said: set[str] = set()
+        self._lock = threading.Lock()
+
+    def say(self, what: str, error: BaseException | None = None) -> None:
+        kind = f"{what} {type(error).__name__}"
+        with self._lock:
+            self.count += 1
+            is_new = kind not in self._said
+            self._said.add(kind)
+        if is_new:
+            _LOG.error("%s; requests go on. Further ones are not logged. %s", what, "" if error is None else error)
+
+
+class Written(NamedTuple):
+    """What became of snapshots, since the start; the first two are of this moment. Bytes are those that are pinned."""
+
+    pending_count: int
+    pending_bytes: int
+    stored: int
+    dropped: int
+    failed: int
+
+
+@dataclass(frozen=True)
+class _Label:
+    """What a waiting snapshot is of."""
+
+    identity: Identity
+    packed: bytes
+
+    @property
+    def tokens(self) -> "np.ndarray[Any, np.dtype[np.uint32]]":
+        return np.frombuffer(self.packed, "<u4")
+
+    def begins(self, other: "_Label") -> bool:
+        return self.identity == other.identity and other.packed.startswith(self.packed)
+
+
+@dataclass(eq=False)
+class _Item:
+    """A snapshot on its way to the store. `caches` stand in memory, should it have to be taken once more."""
+
+    label: _Label
+    prepared: Prepared
+    caches: Sequence[Any]
+    supersedes: bool
+    attempts: int = 0
+    is_outdated: bool = False
+
+
+class WriteBehind:
+    """Writes prompt caches to `store`. put(), retry() and flush() belong to the caches' thread, the rest to any."""
+
+    def __init__(self, store: Store, *, queue_bytes: int, supersede: bool, failures: Failures) -> None:
+        self._store = store
+        self._supersede = supersede
+        self._failures = failures
+        self._queue: SpillQueue[_Item, Saved] = SpillQueue(self._write, max_bytes=queue_bytes)
+        self._lock = threading.Lock()
+        self._again: list[_Item] = []
+        self._lost: dict[_Label, str] = {}
+        self._stored = self._dropped = self._failed = 0
+
+    @property
+    def written(self) -> Written:
+        queue = self._queue.stats
+        return Written(queue.pending_count, queue.pending_bytes, self._stored, self._dropped, self._failed)
+
+    def put(self, identity: Identity, tokens: Sequence[int], caches: Sequence[Any], views: Sequence[Any]) -> None:
+        """Take a snapshot of what is not stored yet of `caches`, and let it wait for its turn.
+
+        views: the same caches, where they can be read without a copy. Raises as Store.prepare().
+        """
+        label = _Label(identity, np.array(tokens, "<u4").tobytes())
+        match = self._longest(label)
+        if match is not None and match.length == len(tokens):
+            return
+        remembered = history.remembered(self._store.root, views) is not None
+        prepared = self._store.prepare(label.tokens, views, identity, parent=None if remembered else match)
+        supersedes = self._supersede and geometry.list_shortens(prepared.caches)
+        if supersedes:
+            self._queue.cancel_where(lambda waiting: waiting.begins(label))
+        self._enqueue(_Item(label, prepared, caches, supersedes))
+
+    def retry(self) -> None:
+        """Let what failed wait once more; a snapshot may have to be taken again."""
+        with self._lock:
+            items, self._again = self._again, []
+        for item in items:
+            try:
+                if item.is_outdated:
+                    history.forget(item.caches)
+                    item.prepared = self._store.prepare(item.label.tokens, item.caches, item.label.identity)
+                    item.is_outdated = False
+                self._enqueue(item)
+            except Exception as error:
+                self._not_written(item, error)
+
+    def flush(self, timeout: float | None) -> None:
+        """Return when all that was put before is committed. Raises NotStored, with what is missing."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while True:
+            self.retry()
+            if not self._queue.drain(None if deadline is None else max(0.0, deadline - time.monotonic())):
+                raise NotStored("not all was written in time", found=f"{self._queue.stats.pending_count} still wait")
+            if not self._again:
+                break
+        with self._lock:
+            lost, self._lost = self._lost, {}
+        if lost:
+            names = (f"{len(at.packed) // 4} tokens of {at.identity.model_id}: {why}" for at, why in lost.items())
+            raise NotStored("not all was stored", found="; ".join(names))
+
+    def close(self, timeout: float | None) -> bool:
+        """Write what waits, and take no more; False where that took longer than `timeout` seconds."""
+        return self._queue.close(timeout)
+
+    def _enqueue(self, item: _Item) -> None:
+        item.attempts += 1
+        label = item.label
+        pinned = sum(view.nbytes for view in item.prepared.views.values())
+        future = self._queue.enqueue(item, pinned, label=label)
+        future.add_done_callback(lambda done: self._resolved(label, done.result()))
+
+    def _write(self, item: _Item) -> Saved:
+        """On the queue's thread."""
+        try:
+            former = self._longest(item.label) if item.supersedes else None
+            saved = self._store.commit(item.prepared)
+        except BaseException as error:
+            self._not_written(item, error)
+            raise
+        with self._lock:
+            self._stored += 1
+            self._lost = {label: why for label, why in self._lost.items() if not label.begins(item.label)}
+        if former is not None and former.entry_length == former.length < saved.token_count:
+            self._drop(former.entry_id)
+        return saved
+
+    def _longest(self, label: _Label) -> Match | None:
+        """What the store has that begins with the most of these tokens, the last one included."""
+        return self._store.find(np.append(label.tokens, np.uint32(0)), label.identity)  # find leaves one to compute
+
+    def _not_written(self, item: _Item, error: BaseException) -> None:
+        """Try it again later; its last failure counts."""
+        with self._lock:
+            if item.attempts < _ATTEMPTS:
+                item.is_outdated = isinstance(error, EntryGone)
+                self._again.append(item)
+            else:
+                self._failed += 1
+                self._lost[item.label] = f"{type(error).__name__}: {error}"
+        self._failures.say("a prompt cache was not written", error)
+
+    def _resolved(self, label: _Label, outcome: Outcome[Saved]) -> None:
+        if outcome.reason == "dropped":
+            with self._lock:
+                self._dropped += 1
+                self._lost[label] = "dropped, since too much waited to be written"
+            self._failures.say("a prompt cache was dropped, since too much waited to be written")
+
+    def _drop(self, entry_id: str) -> None:
+        """Remove an entry that a longer one stands for, unless somebody pinned it; its blocks live on in that one."""
+        try:
+            if not self._store.entry(entry_id).pinned:
+                self._store.remove(entry_id)
+        except EntryGone:
+            pass
+        except (BlockstoreError, OSError) as error:
+            self._failures.say("a superseded entry was not removed", error)
