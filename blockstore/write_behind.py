@@ -79,9 +79,13 @@ class _Item:
     label: _Label
     prepared: Prepared
     caches: Sequence[Any]
-    supersedes: bool
-    attempts: int = 0
+    shortens: bool
+    attempts: int = 1
     is_outdated: bool = False
+
+    def stands_for(self, label: _Label) -> bool:
+        """Whether what `label` names can be served from this one."""
+        return label == self.label or (self.shortens and label.begins(self.label))
 
 
 class WriteBehind:
@@ -113,16 +117,17 @@ class WriteBehind:
             return
         remembered = history.remembered(self._store.root, views) is not None
         prepared = self._store.prepare(label.tokens, views, identity, parent=None if remembered else match)
-        supersedes = self._supersede and geometry.list_shortens(prepared.caches)
-        if supersedes:
-            self._queue.cancel_where(lambda waiting: waiting.begins(label))
-        self._enqueue(_Item(label, prepared, caches, supersedes))
+        item = _Item(label, prepared, caches, geometry.list_shortens(prepared.caches))
+        if self._supersede:
+            self._queue.cancel_where(item.stands_for)
+        self._enqueue(item)
 
     def retry(self) -> None:
         """Let what failed wait once more; a snapshot may have to be taken again."""
         with self._lock:
             items, self._again = self._again, []
         for item in items:
+            item.attempts += 1
             try:
                 if item.is_outdated:
                     history.forget(item.caches)
@@ -152,7 +157,6 @@ class WriteBehind:
         return self._queue.close(timeout)
 
     def _enqueue(self, item: _Item) -> None:
-        item.attempts += 1
         label = item.label
         pinned = sum(view.nbytes for view in item.prepared.views.values())
         future = self._queue.enqueue(item, pinned, label=label)
@@ -161,14 +165,15 @@ class WriteBehind:
     def _write(self, item: _Item) -> Saved:
         """On the queue's thread."""
         try:
-            former = self._longest(item.label) if item.supersedes else None
+            former = self._longest(item.label) if item.shortens and self._supersede else None
             saved = self._store.commit(item.prepared)
         except BaseException as error:
             self._not_written(item, error)
             raise
         with self._lock:
             self._stored += 1
-            self._lost = {label: why for label, why in self._lost.items() if not label.begins(item.label)}
+            self._lost = {label: why for label, why in self._lost.items() if not item.stands_for(label)}
+            self._again = [other for other in self._again if not item.stands_for(other.label)]
         if former is not None and former.entry_length == former.length < saved.token_count:
             self._drop(former.entry_id)
         return saved
@@ -181,7 +186,7 @@ class WriteBehind:
         """Try it again later; its last failure counts."""
         with self._lock:
             if item.attempts < _ATTEMPTS:
-                item.is_outdated = isinstance(error, EntryGone)
+                item.is_outdated |= isinstance(error, EntryGone)
                 self._again.append(item)
             else:
                 self._failed += 1

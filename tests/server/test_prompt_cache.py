@@ -19,7 +19,7 @@ from mlx_lm.models.cache import (
     RotatingKVCache,
 )
 
-from blockstore import EntryGone, Identity, NotStored, PersistentPromptCache, Store, StoreFull
+from blockstore import EntryGone, Identity, InvalidInput, NotStored, PersistentPromptCache, Store, StoreFull
 from blockstore.extracted import viewed_extractions
 from token_caches import extend, identity, rows_of, small_store
 
@@ -485,6 +485,38 @@ def test_a_snapshot_without_its_past_is_taken_again(make: Make, store: Store, mo
     cache.flush(60)
     assert [entry.token_count for entry in store.entries()] == [60]
     assert tokens_in(make().fetch_nearest_cache(MODEL, [*tokens, 9])[0], tokens) == 60
+
+
+def test_what_cannot_be_taken_again_is_given_up(make: Make, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The past of a snapshot went, and a new one fails: flush must come to an end, and say so."""
+
+    def commit(prepared: Any) -> Any:
+        raise EntryGone("its past is gone")
+
+    def prepare(*_: Any, **__: Any) -> Any:
+        raise InvalidInput("no snapshot")
+
+    cache = make()
+    monkeypatch.setattr(store, "commit", commit)
+    cache.insert_cache(MODEL, list(range(20)), kv(range(20)))
+    while cache.stats.failures == 0:
+        threading.Event().wait(0.01)
+    monkeypatch.setattr(store, "prepare", prepare)
+    with pytest.raises(NotStored, match="20 tokens of model: InvalidInput"):
+        cache.flush(60)
+    assert cache.stats.failed == 1
+
+
+def test_a_stored_turn_stands_for_one_that_failed(make: Make, failing: Failing) -> None:
+    failing.failure, failing.where = StoreFull("no room"), ("commit",)
+    cache = make(store=failing)
+    cache.insert_cache(MODEL, list(range(20)), kv(range(20)))
+    while cache.stats.failures == 0:
+        threading.Event().wait(0.01)
+    failing.failure = None
+    cache.insert_cache(MODEL, list(range(40)), kv(range(40)))
+    cache.flush(60)
+    assert [entry.token_count for entry in failing.entries()] == [40]
 
 
 def test_flush_says_what_was_dropped(make: Make, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
