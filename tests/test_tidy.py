@@ -38,7 +38,8 @@ LEVELS = [
     ["opening"],
     ["store"],
     ["agreement", "extracted", "prompt_cache_files"],
-    ["prompt_cache"],
+    ["prompt_cache", "checkpoints"],
+    ["resume"],
     ["cli_text", "cli_exit", "cli_ids", "cli_run", "cli_views", "cli_app"],
     ["cli_prompt"],
     ["cli_move", "cli_limits"],
@@ -59,6 +60,7 @@ WITH_ARRAYS = {
     "loading",
 }
 WITH_ARRAYS |= {"files", "moving", "demo", "mlx_lm_caches", "prompt_cache_files", "extracted", "prompt_cache"}
+WITH_ARRAYS |= {"checkpoints", "resume"}
 # These may import mlx inside a function, so that a command that needs no array starts without it.
 LAZY = {"store", "cli", "cli_move", "__init__", "__main__"}
 WITHOUT_ARRAYS = {name for names in LEVELS for name in names} - WITH_ARRAYS - LAZY
