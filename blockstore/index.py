@@ -188,6 +188,16 @@ class Index:
                     found.append((key[COUNT.size :].hex(), unpack_entry(value)))
             return found
 
+    def entries_of(self, scope: str) -> list[tuple[str, EntryRow]]:
+        """The entries of one identity, the longest first, without a look at any other."""
+        found = []
+        with self.env.read() as txn, txn.cursor("chains") as cursor:
+            for entry_id in prefixes.members(cursor, scope):
+                value = txn.get("entries", key_of(entry_id))
+                if value is not None:
+                    found.append((entry_id, unpack_entry(value)))
+        return sorted(found, key=lambda one: -one[1].token_count)
+
     def oldest(self, model_id: str | None = None, *, but: str | None = None) -> str | None:
         """The entry, of that model or of any, that was used the longest ago and is not pinned, nor `but`."""
         with self.env.read() as txn:

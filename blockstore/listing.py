@@ -84,14 +84,19 @@ class Stats(msgspec.Struct, frozen=True):
 
 def find(rooms: Rooms, identity: Identity, provider_id: str, packed: bytes, exclude: frozenset[str]) -> Match | None:
     """The entry with the longest usable prefix of a prompt; `packed` are its tokens."""
-    scope = scope_of(identity.model_id, identity.config_fingerprint, identity.tokenizer_hash, identity.ns, provider_id)
-    found = rooms.index.find(scope, packed, exclude)
+    found = rooms.index.find(_scope(identity, provider_id), packed, exclude)
     if found is None:
         return None
     limit = "prompt" if found.length == len(packed) // 4 - 1 else "tokens"
     if found.length == found.entry_length:
         limit = "entry"
     return Match(found.entry_id, found.length, found.entry_length, prefix_digest(packed, found.length), limit)
+
+
+def entries_of(rooms: Rooms, identity: Identity, provider_id: str) -> list[Entry]:
+    """The entries of one identity, the longest first; what others there are costs nothing."""
+    rows = rooms.index.entries_of(_scope(identity, provider_id))
+    return [entry_of(entry_id, row) for entry_id, row in rows]
 
 
 def entry_of(entry_id: str, row: EntryRow) -> Entry:
@@ -143,3 +148,7 @@ def _models(index: Index, limits: Limits, rows: list[EntryRow]) -> tuple[ModelSt
         for model_id, own in grouped.items()
     ]
     return tuple(sorted(found, key=lambda one: -one.logical_bytes))
+
+
+def _scope(identity: Identity, provider_id: str) -> str:
+    return scope_of(identity.model_id, identity.config_fingerprint, identity.tokenizer_hash, identity.ns, provider_id)

@@ -134,6 +134,15 @@ def longest(cursor: Cursor, scope: str, packed: bytes, exclude: frozenset[str]) 
     return best
 
 
+def members(cursor: Cursor, scope: str) -> Iterator[str]:
+    """The ids of all entries of one identity: each has one row under the first boundary, which is the scope itself."""
+    first = bytes.fromhex(scope)
+    standing = cursor.set_range(first)
+    while standing and cursor.key().startswith(first):
+        yield cursor.key()[-_ID_BYTES:].hex()
+        standing = cursor.next()
+
+
 def _shared_boundaries(cursor: Cursor, scope: str, packed: bytes) -> list[bytes]:
     """The hashes of the boundaries that the tokens share with any entry. If one is shared, so are all before it."""
     count = len(packed) // _CHUNK_BYTES + 1

@@ -38,8 +38,8 @@ LEVELS = [
     ["opening"],
     ["store"],
     ["agreement", "extracted", "prompt_cache_files"],
-    ["write_behind"],
-    ["prompt_cache"],
+    ["write_behind", "checkpoints"],
+    ["prompt_cache", "resume"],
     ["cli_text", "cli_exit", "cli_ids", "cli_run", "cli_views", "cli_app"],
     ["cli_prompt"],
     ["cli_move", "cli_limits"],
@@ -63,17 +63,8 @@ WITH_ARRAYS = {
     "saving",
     "loading",
 }
-WITH_ARRAYS |= {
-    "files",
-    "moving",
-    "demo",
-    "mlx_lm_caches",
-    "prompt_cache_files",
-    "extracted",
-    "prompt_cache",
-    "write_behind",
-}
-WITH_ARRAYS |= {"write_behind", "prompt_cache", "serve_http", "serve"}
+WITH_ARRAYS |= {"files", "moving", "demo", "mlx_lm_caches", "prompt_cache_files", "extracted"}
+WITH_ARRAYS |= {"write_behind", "prompt_cache", "checkpoints", "resume", "serve_http", "serve"}
 # These may import mlx inside a function, so that a command that needs no array starts without it.
 LAZY = {"store", "cli", "cli_move", "cli_serve", "__init__", "__main__"}
 WITHOUT_ARRAYS = {name for names in LEVELS for name in names} - WITH_ARRAYS - LAZY

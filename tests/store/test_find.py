@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from blockstore import EntryGone, Identity, InvalidInput, Store
+from blockstore.listing import entries_of
 from blockstore.prefixes import MAX_TOKEN
 from store_kit import all_facts, block_path, flip, header_of, header_paths, named_blocks, served
 from token_caches import IDENTITY, hybrid, identity, plain, small_store, usable
@@ -255,3 +256,24 @@ def test_restore_goes_on_where_the_longest_does_not_fit_the_model(store: Store) 
     assert loaded is not None
     assert loaded.entry_id == fits.entry_id
     assert store.load(other.entry_id).tokens == tokens
+
+
+# ---- all of one identity
+
+
+def test_the_entries_of_one_identity_are_listed_without_the_others(store: Store) -> None:
+    who = [identity(f"listed-{next(_numbers)}") for _ in range(3)]
+    known = [
+        Known(range(100, 100 + count), shortens, 0, who[0]) for count, shortens in [(3, True), (200, False), (70, True)]
+    ]
+    others = [Known(range(100, 164), True, 0, who[1])]
+    for entry in known + others:
+        entry.save(store)
+    provider_id = store.provider.id
+    longest_first = [known[1].id, known[2].id, known[0].id]
+    assert [entry.entry_id for entry in entries_of(store.rooms, who[0], provider_id)] == longest_first
+    assert [entry.entry_id for entry in entries_of(store.rooms, who[1], provider_id)] == [others[0].id]
+    assert entries_of(store.rooms, who[2], provider_id) == []
+    assert entries_of(store.rooms, who[0], "another provider") == []
+    store.remove(known[2].id)
+    assert [entry.token_count for entry in entries_of(store.rooms, who[0], provider_id)] == [200, 3]
