@@ -9,17 +9,18 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from . import cli_views as views
 from .cli_app import DryRun, Json, Root, app
-from .cli_exit import Code, MissingPackage, end_with, failure
+from .cli_exit import Code, end_with, failure, needing_mlx_lm
 from .cli_ids import choose, is_id_like, resolve
 from .cli_limits import limits, pin
 from .cli_move import export_entries, import_files
 from .cli_run import Options, Run, options_before, running
+from .cli_serve import EPILOG, PASSED_ON, serve
 from .errors import BlockstoreError, EntryGone, InvalidInput, NotPermitted, StoreBroken
 from .fs import FileSystem
 from .layout import FILES_NAME, Layout, find_layout
@@ -34,8 +35,6 @@ if TYPE_CHECKING:
     from .check import Report
     from .collect import Progress
     from .records import Header
-
-_DEMO_PACKAGES: Final = ("mlx", "mlx_lm", "transformers")
 
 
 def main() -> None:
@@ -306,6 +305,7 @@ app.command()(pin)
 app.command()(limits)
 app.command("import")(import_files)
 app.command("export")(export_entries)
+app.command(context_settings=PASSED_ON, epilog=EPILOG)(serve)
 
 
 @app.command()
@@ -325,17 +325,10 @@ def demo(
 
 
 def _run_demo(root: str | None) -> int:
-    try:
+    with needing_mlx_lm("the demo"):
         from .demo import run
 
         return run(root)
-    except ImportError as error:
-        package = (error.name or "").split(".")[0]
-        if package not in _DEMO_PACKAGES and "libmlx" not in str(error):
-            raise
-        extras = "mlx-lm" if sys.platform == "darwin" else "cpu,mlx-lm"
-        hint = f'Install what is missing: pip install "mlx-blockstore[{extras}]"'
-        raise MissingPackage(f"the demo needs mlx and mlx-lm: {error}", hint=hint) from error
 
 
 def _now_ms() -> int:

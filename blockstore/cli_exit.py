@@ -67,6 +67,8 @@ _KINDS: Final[tuple[tuple[type[BlockstoreError], Code], ...]] = (
     (Cancelled, Code.INTERRUPTED),
 )
 
+_MODEL_PACKAGES: Final = ("mlx", "mlx_lm", "transformers")
+
 
 class MissingPackage(BlockstoreError):
     """A command needs a package that is not there."""
@@ -100,6 +102,19 @@ def ending(*, as_json: bool) -> Iterator[None]:
         facts = {"path": error.filename, "errno": error.errno}
         _tell("os-error", error.strerror or str(error), "", facts, as_json=as_json)
         raise typer.Exit(code_of(error)) from error
+
+
+@contextmanager
+def needing_mlx_lm(what: str) -> Iterator[None]:
+    """Around imports: where mlx, mlx-lm or what it stands on is missing, name the command that installs it."""
+    try:
+        yield
+    except ImportError as error:
+        if (error.name or "").partition(".")[0] not in _MODEL_PACKAGES and "libmlx" not in str(error):
+            raise
+        extras = "mlx-lm" if sys.platform == "darwin" else "cpu,mlx-lm"
+        hint = f'Install what is missing: pip install "mlx-blockstore[{extras}]"'
+        raise MissingPackage(f"{what} needs mlx and mlx-lm: {error}", hint=hint) from error
 
 
 def warn(text: str) -> None:

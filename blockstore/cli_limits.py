@@ -45,8 +45,8 @@ def limits(
     """
     with running(context, root, as_json) as run, run.open() as store:
         changes: dict[str, Any] = {
-            "max_bytes": _bytes(max_bytes, "--max-bytes"),
-            "min_free_bytes": _bytes(min_free, "--min-free"),
+            "max_bytes": size_of(max_bytes, "--max-bytes"),
+            "min_free_bytes": size_of(min_free, "--min-free"),
             "max_age_s": _seconds(max_age, "--max-age"),
             "quotas": dict(map(_quota, quota)) if quota else None,
         }
@@ -78,7 +78,8 @@ def pin(
         end_with(failed, as_json=run.as_json)
 
 
-def _bytes(text: str | None, option: str) -> int | None:
+def size_of(text: str | None, option: str) -> int | None:
+    """A size as people write it, in bytes; None where there is none. Raises InvalidInput."""
     if text is None:
         return None
     found = _SIZE.fullmatch(text.strip())
@@ -100,4 +101,4 @@ def _quota(text: str) -> tuple[str, int]:
     model_id, separator, size = text.rpartition("=")
     if not separator:
         raise InvalidInput("a quota names a model and a size", field="--quota", found=text, hint="Write MODEL=50G.")
-    return model_id, _bytes(size, "--quota") or 0
+    return model_id, size_of(size, "--quota") or 0

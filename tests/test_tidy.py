@@ -42,6 +42,10 @@ LEVELS = [
     ["cli_text", "cli_exit", "cli_ids", "cli_run", "cli_views", "cli_app"],
     ["cli_prompt"],
     ["cli_move", "cli_limits"],
+    ["serve_metrics", "serve_signals"],
+    ["serve_http"],
+    ["serve"],
+    ["cli_serve"],
     ["demo", "cli"],
     ["__init__", "__main__"],
 ]
@@ -59,8 +63,9 @@ WITH_ARRAYS = {
     "loading",
 }
 WITH_ARRAYS |= {"files", "moving", "demo", "mlx_lm_caches", "prompt_cache_files", "extracted", "prompt_cache"}
+WITH_ARRAYS |= {"serve_http", "serve"}
 # These may import mlx inside a function, so that a command that needs no array starts without it.
-LAZY = {"store", "cli", "cli_move", "__init__", "__main__"}
+LAZY = {"store", "cli", "cli_move", "cli_serve", "__init__", "__main__"}
 WITHOUT_ARRAYS = {name for names in LEVELS for name in names} - WITH_ARRAYS - LAZY
 DESCRIPTIONS = {"kvcodecs.entry", "kvcodecs.geometry"}
 

@@ -1,0 +1,201 @@
+"""`blockstore serve`: mlx_lm.server, whose prompt cache stands on a store, and which stops in order.
+
+What it says, how it parses its arguments, loads models, generates and answers are mlx-lm's. Three threads: the main one
+waits to be told to stop, one accepts connections (and starts one for each), one, mlx-lm's, generates.
+"""
+
+import inspect
+import logging
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, Final
+
+import msgspec
+from mlx_lm import server as mlx_server
+from mlx_lm.generate import maybe_quantize_kv_cache
+from mlx_lm.models.cache import make_prompt_cache
+
+from .cli_exit import MissingPackage
+from .cli_text import count
+from .errors import BlockstoreError, InvalidInput, NotStored
+from .identity import Identity, identity_of
+from .prompt_cache import PersistentPromptCache, PromptCacheStats
+from .serve_http import Listener, Requests, seconds_until
+from .serve_metrics import MetricsFile, exposition
+from .serve_signals import StopSignals
+from .store import Store
+
+_log: Final = logging.getLogger(__name__)
+_METRICS_EVERY_S: Final = 5.0
+# Of the grace, for the generation thread to come to its end: it looks every half second, or after a step.
+_JOIN_S: Final = 2.0
+# Whatever became of the requests, what they computed is worth that much waiting.
+_LEAST_FLUSH_S: Final = 10.0
+_ModelKey = tuple[str | None, str | None, str | None]
+
+
+class Settings(msgspec.Struct, frozen=True):
+    """What `blockstore serve` takes beside mlx_lm.server's arguments."""
+
+    grace_s: float
+    metrics_file: str | None
+    queue_bytes: int
+    supersede: bool
+
+
+def serve(store: Store, arguments: Sequence[str], settings: Settings) -> int:
+    """Run mlx_lm.server with its `arguments` over `store` until a signal comes; the exit status. Main thread only.
+
+    0: all is stored. 1: something could not be stored; the log says what. Raises SystemExit for bad arguments, OSError
+    where the port is taken, MissingPackage for an mlx-lm that is not known.
+    """
+    _check_installed()
+    server = _Server(store, settings)
+    kept = mlx_server.run, sys.argv
+    mlx_server.run, sys.argv = server.run, ["blockstore serve", *arguments]
+    try:
+        mlx_server.main()
+    finally:
+        mlx_server.run, sys.argv = kept
+    return server.status
+
+
+def _check_installed() -> None:
+    """Raise MissingPackage unless the installed mlx-lm has what is used here, with the arguments that it is given."""
+    wanted = {
+        "main": (),
+        "run": ("host", "port", "model_provider"),
+        "ResponseGenerator": ("model_provider", "prompt_cache"),
+        "APIHandler": ("response_generator",),
+    }
+    for name, arguments in wanted.items():
+        found = getattr(mlx_server, name, None)
+        if found is None or tuple(inspect.signature(found).parameters)[: len(arguments)] != arguments:
+            hint = 'Install one that is known: pip install "mlx-lm>=0.31.3,<0.33".'
+            raise MissingPackage(f"serve does not know this mlx-lm: mlx_lm.server.{name} is another", hint=hint)
+
+
+class _Models:
+    """What the prompt cache asks of the model that is loaded. On the generation thread."""
+
+    def __init__(self, provider: Any) -> None:
+        self._provider = provider
+        # Older releases quantize no caches, and have no such arguments.
+        names = ("kv_bits", "kv_group_size", "quantized_kv_start")
+        self._scheme: dict[str, Any] = {name: getattr(provider.cli_args, name, None) for name in names}
+
+    def identity(self, key: _ModelKey) -> Identity:
+        model, adapter, draft = key
+        if model is None:
+            raise InvalidInput("the model has no path")
+        found = identity_of(model, adapter_path=adapter, **self._scheme)
+        # With a draft model the caches of both are one list.
+        return found if draft is None else replace(found, ns=f"draft {identity_of(draft).config_fingerprint}")
+
+    def prototypes(self, key: _ModelKey) -> Iterator[list[Any]]:
+        if self._provider.model_key != key:
+            raise InvalidInput("another model is loaded", expected=key, found=self._provider.model_key)
+        yield self._new_caches()
+        if self._scheme["kv_bits"] is not None:
+            quantized = self._new_caches()
+            maybe_quantize_kv_cache(quantized, 0, self._scheme["kv_group_size"], self._scheme["kv_bits"])
+            yield quantized
+
+    def _new_caches(self) -> list[Any]:
+        draft = self._provider.draft_model
+        return [*make_prompt_cache(self._provider.model), *([] if draft is None else make_prompt_cache(draft))]
+
+
+class _Server:
+    """One run. status: what the process is to leave with, once run() has returned."""
+
+    def __init__(self, store: Store, settings: Settings) -> None:
+        self.status = 0
+        self._store = store
+        self._settings = settings
+        self._requests = Requests()
+        self._file = MetricsFile(settings.metrics_file)
+
+    def run(self, host: str, port: int, provider: Any, *_: object) -> None:
+        """What stands in the place of mlx_lm.server.run."""
+        cache = self._new_cache(provider)
+        metrics = partial(self._metrics, cache)
+        with StopSignals() as signals, Listener(host, port, self._requests, metrics) as listener:
+            # Whoever wants another generation puts a subclass here. Its thread runs from now on.
+            generator = mlx_server.ResponseGenerator(provider, cache)
+            try:
+                listener.start(generator)
+                _log.info("blockstore serves at http://%s:%s, store %s", host, listener.server_port, self._store.root)
+                self._wait(signals, listener, metrics)
+            finally:
+                self._stop(listener, generator, cache)
+                self._file.write(metrics())
+
+    def _new_cache(self, provider: Any) -> PersistentPromptCache:
+        arguments, models = provider.cli_args, _Models(provider)
+        most = {} if arguments.prompt_cache_bytes is None else {"max_bytes": arguments.prompt_cache_bytes}
+        return PersistentPromptCache(
+            self._store,
+            identity=models.identity,
+            prototypes=models.prototypes,
+            max_size=arguments.prompt_cache_size,
+            queue_bytes=self._settings.queue_bytes,
+            supersede=self._settings.supersede,
+            leave_one=True,
+            **most,
+        )
+
+    def _metrics(self, cache: PersistentPromptCache) -> str:
+        return exposition(cache.stats, self._requests.count, self._store)
+
+    def _wait(self, signals: StopSignals, listener: Listener, metrics: Any) -> None:
+        while listener.is_running:
+            self._file.write(metrics())
+            if name := signals.wait(_METRICS_EVERY_S):
+                _log.info(
+                    "%s: stopping; %s under way, at most %g s for them. Once more ends it at once.",
+                    name, count(self._requests.count, "request"), self._settings.grace_s,
+                )  # fmt: skip
+                return
+        _log.error("no connections are accepted any more: stopping")
+        self.status = 1
+
+    def _stop(self, listener: Listener, generator: Any, cache: PersistentPromptCache) -> None:
+        """Refuse what comes, let finish what is under way, end the generation thread, write what is pending."""
+        end = time.monotonic() + self._settings.grace_s
+        listener.stop()
+        left = self._requests.wait(seconds_until(end) - min(_JOIN_S, self._settings.grace_s / 4))
+        if left:
+            _log.warning("%s cut off: the grace is over", count(left, "request"))
+        # Its join() takes no time limit: this thread may outlive us.
+        joiner = threading.Thread(target=generator.stop_and_join, name="blockstore-join", daemon=True)
+        joiner.start()
+        joiner.join(seconds_until(end))
+        try:
+            self._write(cache, max(seconds_until(end), _LEAST_FLUSH_S), ended=not joiner.is_alive())
+        except BlockstoreError as error:
+            _log.error("not everything was stored: %s", error)
+            self.status = 1
+        _log.info("%s", _summary(cache.stats))
+
+    def _write(self, cache: PersistentPromptCache, timeout: float, *, ended: bool) -> None:
+        """Write what is pending. Where the generation thread has not ended, what failed is not tried again."""
+        if ended:
+            cache.flush(timeout)
+        else:
+            _log.warning("the generation goes on; what it computes from now on is lost")
+        if not cache.close(timeout):
+            raise NotStored("not all was written in time")
+
+
+def _summary(stats: PromptCacheStats) -> str:
+    hits = stats.hits_memory + stats.hits_store
+    return (
+        f"stored {count(stats.stored, 'entry', 'entries')}, dropped {stats.dropped:,}, failed {stats.failed:,}; "
+        f"reused {count(stats.tokens_restored, 'token')} from the store and {stats.tokens_from_memory:,} from memory, "
+        f"for {hits:,} of {count(hits + stats.misses, 'prompt')}"
+    )

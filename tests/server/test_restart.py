@@ -1,0 +1,55 @@
+"""What a server had read is there after a restart, however it ended."""
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from blockstore import Store
+from server.servers import Server, assistant, await_, user
+
+pytestmark = [pytest.mark.mlx_lm, pytest.mark.slow]
+RULES = {"role": "system", "content": "You are a lighthouse keeper. Answer in one sentence. " * 8}
+FIRST, SECOND = user("Which ships passed today?"), user("And which of them had a cook on board?")
+
+
+def test_a_conversation_goes_on_after_a_stop(model: Path, steady: Server, tmp_path: Path) -> None:
+    with Server(tmp_path / "store", model) as server:
+        said = server.chat(RULES, FIRST)
+        assert said.cached == 0
+        assert server.stop() == 0, server.log
+    assert said.text == steady.chat(RULES, FIRST).text
+    with Server(tmp_path / "store", model) as server:
+        found = server.chat(RULES, FIRST, assistant(said.text), SECOND)
+        # All that is old, but perhaps for the last token that was said, which the model need not have read.
+        assert said.prompt + len(said.text) - 1 <= found.cached <= said.prompt + len(said.text)
+        assert found.text == steady.chat(RULES, FIRST, assistant(said.text), SECOND).text
+        server.wait_for(rf"restored {found.cached:,} of {found.prompt:,} tokens from the store")
+        assert server.metrics()['blockstore_prompt_cache_hits_total{source="store"}'] == 1
+
+
+def test_a_killed_server_loses_what_was_not_committed_and_no_more(model: Path, steady: Server, tmp_path: Path) -> None:
+    with Server(tmp_path / "store", model) as server:
+        said = server.chat(RULES, FIRST)
+        await_(lambda: server.metrics()["blockstore_store_entries"] >= 1, lambda: server.log)
+        for _ in server.stream(RULES, user("Count the waves."), max_tokens=100):
+            break  # and while it goes on answering:
+        assert server.stop(signal.SIGKILL) == -signal.SIGKILL
+    with Server(tmp_path / "store", model) as server:
+        found = server.chat(RULES, FIRST, assistant(said.text), SECOND)
+        assert found.cached >= len(RULES["content"])
+        assert found.text == steady.chat(RULES, FIRST, assistant(said.text), SECOND).text
+        assert server.stop() == 0, server.log
+    with Store(tmp_path / "store", create=False) as store:
+        store.gc(full=True)
+        assert store.stats().unfinished_saves == 0
+
+
+def test_the_same_prompt_twice_leaves_something_to_compute(model: Path, steady: Server, tmp_path: Path) -> None:
+    with Server(tmp_path / "store", model) as server:
+        first = server.chat(RULES, FIRST, max_tokens=1)
+        assert server.stop() == 0
+    with Server(tmp_path / "store", model) as server:
+        again = [server.chat(RULES, FIRST, max_tokens=1) for _ in range(2)]
+    assert [one.text for one in again] == [first.text] * 2
+    assert [one.cached for one in again] == [first.prompt - 1] * 2
