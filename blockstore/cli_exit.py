@@ -44,7 +44,7 @@ class Code(IntEnum):
 
 MEANINGS: Final[Mapping[Code, str]] = {
     Code.OK: "done",
-    Code.FOUND: "check or gc found something wrong, or rm, import or export could not do all that was asked",
+    Code.FOUND: "check or gc found something wrong, or rm, import, export or serve could not do all that was asked",
     Code.USAGE: "the command line makes no sense",
     Code.INPUT: "there is no store, or an argument makes no sense",
     Code.BUSY: "another process holds the store",

@@ -79,6 +79,12 @@ def _check_installed() -> None:
             raise MissingPackage(f"serve does not know this mlx-lm: mlx_lm.server.{name} is another", hint=hint)
 
 
+def _new_generator(provider: Any, cache: PersistentPromptCache) -> Any:
+    """What generates, on a thread of its own that runs from now on. Another way to generate is chosen here."""
+    kind: Any = mlx_server.ResponseGenerator
+    return kind(provider, cache)
+
+
 class _Models:
     """What the prompt cache asks of the model that is loaded. On the generation thread."""
 
@@ -125,8 +131,7 @@ class _Server:
         cache = self._new_cache(provider)
         metrics = partial(self._metrics, cache)
         with StopSignals() as signals, Listener(host, port, self._requests, metrics) as listener:
-            # Whoever wants another generation puts a subclass here. Its thread runs from now on.
-            generator = mlx_server.ResponseGenerator(provider, cache)
+            generator = _new_generator(provider, cache)
             try:
                 listener.start(generator)
                 _log.info("blockstore serves at http://%s:%s, store %s", host, listener.server_port, self._store.root)

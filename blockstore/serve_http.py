@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import ThreadingHTTPServer
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Final, Self, cast
 
 from mlx_lm.server import APIHandler, get_system_fingerprint
 
@@ -87,8 +87,7 @@ class Handler(APIHandler):  # type: ignore[misc]  # mlx_lm has no types
 
     @property
     def _listener(self) -> "Listener":
-        found: Listener = self.server
-        return found
+        return cast(Listener, self.server)
 
     def _wants_metrics(self) -> bool:
         return bool(self.command == "GET" and self.path.partition("?")[0] == "/metrics")

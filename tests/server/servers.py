@@ -16,7 +16,7 @@ from typing import Any, Final, Self
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 SOURCES: Final = (ROOT, ROOT / "codecs", ROOT / "tests")
-LIMIT_S: Final = 60.0
+LIMIT_S: Final = 30.0
 MODULE: Final = ("-m", "blockstore", "serve")
 
 

@@ -24,7 +24,7 @@ def test_a_conversation_goes_on_after_a_stop(model: Path, steady: Server, tmp_pa
         # All that is old, but perhaps for the last token that was said, which the model need not have read.
         assert said.prompt + len(said.text) - 1 <= found.cached <= said.prompt + len(said.text)
         assert found.text == steady.chat(RULES, FIRST, assistant(said.text), SECOND).text
-        server.wait_for(rf"restored {found.cached:,} of {found.prompt:,} tokens from the store")
+        assert f"restored {found.cached} tokens" in server.log
         assert server.metrics()['blockstore_prompt_cache_hits_total{source="store"}'] == 1
 
 
