@@ -58,8 +58,8 @@ def serve(
             _refuse_ranks()
             # Before mlx-lm is imported: what is wrong with the store is said at once.
             with Store(run.root, read_only=False) as store:
-                if cap is not None:
-                    store.set_limits(max_bytes=cap)
+                # Either way this looks at the index, which opening alone does not.
+                _ = store.limits if cap is None else store.set_limits(max_bytes=cap)
                 from . import serve as serving
 
                 settings = serving.Settings(grace, metrics_file, queue or 0, not keep_turns)

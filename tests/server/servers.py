@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -17,7 +17,7 @@ from typing import Any, Final, Self
 ROOT: Final = Path(__file__).resolve().parents[2]
 SOURCES: Final = (ROOT, ROOT / "codecs", ROOT / "tests")
 LIMIT_S: Final = 30.0
-MODULE: Final = ("-m", "blockstore", "serve")
+COMMAND: Final = ("-m", "blockstore", "serve")
 
 
 @dataclass(frozen=True)
@@ -50,12 +50,12 @@ def environment() -> dict[str, str]:
 class Server:
     """`blockstore serve`, ready when it is entered; it is killed in the end if it is still there."""
 
-    def __init__(self, root: Path, model: Path, *options: str, command: tuple[str, ...] = MODULE, **more: str) -> None:
+    def __init__(self, root: Path, model: Path, *options: str, prefix: Sequence[str] = ()) -> None:
         number = sum(1 for _ in root.parent.glob(f"{root.name}-*.log"))
         self.log_path = root.parent / f"{root.name}-{number}.log"
-        line = [sys.executable, *command, "--root", str(root), "--model", str(model), "--port", "0", *options]
+        line = [*prefix, sys.executable, *COMMAND, "--root", str(root), "--model", str(model), "--port", "0", *options]
         with self.log_path.open("wb") as log:
-            self.process = subprocess.Popen(line, stdout=log, stderr=log, env={**environment(), **more})
+            self.process = subprocess.Popen(line, stdout=log, stderr=log, env=environment())
         self.port = 0
 
     def __enter__(self) -> Self:
@@ -128,6 +128,11 @@ class Server:
         except (ConnectionError, http.client.HTTPException):
             return  # the server ended it; the caller sees that nothing says so
 
+    def metrics(self) -> dict[str, float]:
+        status, _, text = self.get("/metrics")
+        assert status == 200
+        return values_of(text)
+
     # ---- the end
 
     def send(self, number: signal.Signals) -> None:
@@ -140,11 +145,6 @@ class Server:
     def stop(self, number: signal.Signals = signal.SIGTERM) -> int:
         self.send(number)
         return self.wait()
-
-    def metrics(self) -> dict[str, float]:
-        status, _, text = self.get("/metrics")
-        assert status == 200
-        return values_of(text)
 
 
 def values_of(exposition: str) -> dict[str, float]:

@@ -7,7 +7,6 @@ import contextlib
 import errno
 import json
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -20,6 +19,7 @@ from blockstore import Store, StoreFull
 from blockstore.fs import FileSystem
 from fs_doubles import FailingAt
 from kvcodecs import KVCache
+from rootless import bound_by_permissions
 from store_kit import all_facts, assert_clean, assert_exact, block_names, disk_bytes, lease_folders
 from token_caches import IDENTITY, extend, identity, plain, small_store
 
@@ -210,17 +210,6 @@ def test_a_spent_quota_is_a_full_store_at_whatever_change(tmp_path: Path) -> Non
 
 
 # ---- folders and files that may not be written or read
-
-ROOTLESS = ("setpriv", "--bounding-set=-dac_override,-dac_read_search")  # root, but for passing by permission bits
-
-
-def bound_by_permissions() -> list[str]:
-    """What a command must begin with so that permission bits bind it; skips where nothing does."""
-    if os.geteuid() != 0:
-        return []
-    if shutil.which(ROOTLESS[0]) is None or subprocess.run([*ROOTLESS, "true"], check=False).returncode:
-        pytest.skip("permission bits do not bind root, and setpriv is not there to change that")
-    return list(ROOTLESS)
 
 
 def refused(root: Path, part: str) -> dict[str, Any]:
