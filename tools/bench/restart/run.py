@@ -2,8 +2,8 @@
 
     python tools/bench/restart/run.py --json
 
-Both are new processes; the prompt was answered before by one that had the same store. Timed is a streaming request, from
-its being sent to the first text. Before it each server answers a short one, so that its model is loaded. Random weights.
+Both are new processes; the prompt was answered before by one that had the same store. Timed is a streaming request,
+until its first text comes. Before it each server answers a short one, so that its model is loaded. Random weights.
 """
 
 import http.client
