@@ -37,6 +37,12 @@ def serve(
     grace: Annotated[
         float, typer.Option("--grace", metavar="SECONDS", min=0, help="How long requests may go on after SIGTERM.")
     ] = 30,
+    checkpoint_every: Annotated[
+        int,
+        typer.Option(
+            "--checkpoint-every", metavar="TOKENS", min=0, help="How often a seeded answer is kept; 0: never."
+        ),
+    ] = 64,
     metrics_file: Annotated[
         str | None, typer.Option("--metrics-file", metavar="PATH", help="Write the metrics to a file, too.")
     ] = None,
@@ -62,7 +68,7 @@ def serve(
                 _ = store.limits if cap is None else store.set_limits(max_bytes=cap)
                 from . import serve as serving
 
-                settings = serving.Settings(grace, metrics_file, queue or 0, not keep_turns)
+                settings = serving.Settings(grace, metrics_file, queue or 0, not keep_turns, checkpoint_every)
                 status = serving.serve(store, context.args, settings)
     _leave(status)
 

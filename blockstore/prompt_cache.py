@@ -174,6 +174,10 @@ class PersistentPromptCache:
         """
         self._behind.flush(timeout)
 
+    def settle(self) -> None:
+        """Wait until all that was inserted before was tried once."""
+        self._behind.settle()
+
     def close(self, timeout: float | None = None) -> bool:
         """Write what waits, and write behind no more; False where that took longer than `timeout` seconds.
 

@@ -19,12 +19,14 @@ from mlx_lm import server as mlx_server
 from mlx_lm.generate import maybe_quantize_kv_cache
 from mlx_lm.models.cache import make_prompt_cache
 
+from .checkpoints import Checkpoints
 from .cli_exit import MissingPackage
 from .cli_text import count
 from .errors import BlockstoreError, InvalidInput, NotStored
 from .extracted import viewed_extractions
 from .identity import Identity, identity_of
 from .prompt_cache import PersistentPromptCache, PromptCacheStats
+from .resume import response_generator
 from .serve_http import Listener, Requests, seconds_until
 from .serve_metrics import MetricsFile, exposition
 from .serve_signals import StopSignals
@@ -46,6 +48,7 @@ class Settings(msgspec.Struct, frozen=True):
     metrics_file: str | None
     queue_bytes: int
     supersede: bool
+    checkpoint_every: int
 
 
 def serve(store: Store, arguments: Sequence[str], settings: Settings) -> int:
@@ -80,12 +83,6 @@ def _check_installed() -> None:
             raise MissingPackage(f"serve does not know this mlx-lm: mlx_lm.server.{name} is another", hint=hint)
 
 
-def _new_generator(provider: Any, cache: PersistentPromptCache) -> Any:
-    """What generates, on a thread of its own that runs from now on. Another way to generate is chosen here."""
-    kind: Any = mlx_server.ResponseGenerator
-    return kind(provider, cache)
-
-
 class _Models:
     """What the prompt cache asks of the model that is loaded. On the generation thread."""
 
@@ -117,6 +114,11 @@ class _Models:
         return [*make_prompt_cache(self._provider.model), *([] if draft is None else make_prompt_cache(draft))]
 
 
+def _generator_kind(checkpoints: Checkpoints | None, models: _Models) -> Any:
+    """The class of what generates."""
+    return mlx_server.ResponseGenerator if checkpoints is None else response_generator(checkpoints, models.identity)
+
+
 class _Server:
     """One run. status: what the process is to leave with, once run() has returned."""
 
@@ -129,21 +131,23 @@ class _Server:
 
     def run(self, host: str, port: int, provider: Any, *_: object) -> None:
         """What stands in the place of mlx_lm.server.run."""
-        cache = self._new_cache(provider)
-        metrics = partial(self._metrics, cache)
+        models = _Models(provider)
+        cache = self._new_cache(provider.cli_args, models)
+        checkpoints = self._new_checkpoints(cache)
+        metrics = partial(self._metrics, cache, checkpoints)
         connections = Listener(host, port, self._requests, metrics)
         with StopSignals() as signals, connections as listener, viewed_extractions():
-            generator = _new_generator(provider, cache)
+            # On a thread of its own, that runs from now on.
+            generator = _generator_kind(checkpoints, models)(provider, cache)
             try:
                 listener.start(generator)
                 _log.info("blockstore serves at http://%s:%s, store %s", host, listener.server_port, self._store.root)
                 self._wait(signals, listener, metrics)
             finally:
-                self._stop(listener, generator, cache)
+                self._stop(listener, generator, cache, checkpoints)
                 self._file.write(metrics())
 
-    def _new_cache(self, provider: Any) -> PersistentPromptCache:
-        arguments, models = provider.cli_args, _Models(provider)
+    def _new_cache(self, arguments: Any, models: _Models) -> PersistentPromptCache:
         most = {} if arguments.prompt_cache_bytes is None else {"max_bytes": arguments.prompt_cache_bytes}
         return PersistentPromptCache(
             self._store,
@@ -156,8 +160,14 @@ class _Server:
             **most,
         )
 
-    def _metrics(self, cache: PersistentPromptCache) -> str:
-        return exposition(cache.stats, self._requests.count, self._store)
+    def _new_checkpoints(self, cache: PersistentPromptCache) -> Checkpoints | None:
+        """None where none are wanted. What a request leaves behind goes when its answer is stored as well."""
+        every = self._settings.checkpoint_every
+        return Checkpoints(self._store, every=every, settle=cache.settle) if every else None
+
+    def _metrics(self, cache: PersistentPromptCache, checkpoints: Checkpoints | None) -> str:
+        taken = None if checkpoints is None else checkpoints.stats
+        return exposition(cache.stats, taken, self._requests.count, self._store)
 
     def _wait(self, signals: StopSignals, listener: Listener, metrics: Any) -> None:
         while listener.is_running:
@@ -171,7 +181,9 @@ class _Server:
         _log.error("no connections are accepted any more: stopping")
         self.status = 1
 
-    def _stop(self, listener: Listener, generator: Any, cache: PersistentPromptCache) -> None:
+    def _stop(
+        self, listener: Listener, generator: Any, cache: PersistentPromptCache, checkpoints: Checkpoints | None
+    ) -> None:
         """Refuse what comes, let finish what is under way, end the generation thread, write what is pending."""
         end = time.monotonic() + self._settings.grace_s
         listener.stop()
@@ -183,19 +195,23 @@ class _Server:
         joiner.start()
         joiner.join(seconds_until(end))
         try:
-            self._write(cache, max(seconds_until(end), _LEAST_FLUSH_S), ended=not joiner.is_alive())
+            until = time.monotonic() + max(seconds_until(end), _LEAST_FLUSH_S)
+            self._write(cache, checkpoints, until, ended=not joiner.is_alive())
         except BlockstoreError as error:
             _log.error("not everything was stored: %s", error)
             self.status = 1
         _log.info("%s", _summary(cache.stats))
 
-    def _write(self, cache: PersistentPromptCache, timeout: float, *, ended: bool) -> None:
+    def _write(
+        self, cache: PersistentPromptCache, checkpoints: Checkpoints | None, until: float, *, ended: bool
+    ) -> None:
         """Write what is pending. Where the generation thread has not ended, what failed is not tried again."""
         if ended:
-            cache.flush(timeout)
+            cache.flush(seconds_until(until))
         else:
             _log.warning("the generation goes on; what it computes from now on is lost")
-        if not cache.close(timeout):
+        in_time = checkpoints is None or checkpoints.close(seconds_until(until))
+        if not cache.close(seconds_until(until)) or not in_time:
             raise NotStored("not all was written in time")
 
 

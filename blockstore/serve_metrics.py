@@ -10,6 +10,7 @@ from .errors import BlockstoreError
 from .store import Store
 
 if TYPE_CHECKING:
+    from .checkpoints import CheckpointStats
     from .prompt_cache import PromptCacheStats
 
 _log: Final = logging.getLogger(__name__)
@@ -25,12 +26,15 @@ class _Family(NamedTuple):
     values: dict[str, float]
 
 
-def exposition(stats: "PromptCacheStats", requests: int, store: Store) -> str:
-    """The text: of the prompt cache, of the requests under way, and of the store, whose directory is not walked."""
+def exposition(stats: "PromptCacheStats", checkpoints: "CheckpointStats | None", requests: int, store: Store) -> str:
+    """The text: of the prompt cache, of the requests under way, and of the store, whose directory is not walked.
+
+    checkpoints: None where none are taken.
+    """
+    families = [*_cache_families(stats), _gauge("requests_in_flight", "Generations under way.", requests)]
+    families += [] if checkpoints is None else _checkpoint_families(checkpoints)
     lines: list[str] = []
-    for family in [*_cache_families(stats), _gauge("requests_in_flight", "Generations under way.", requests)]:
-        lines += _lines(family)
-    for family in _store_families(store):
+    for family in [*families, *_store_families(store)]:
         lines += _lines(family)
     return "\n".join([*lines, ""])
 
@@ -56,6 +60,13 @@ def _cache_families(stats: "PromptCacheStats") -> Iterator[_Family]:
         {'outcome="stored"': stats.stored, 'outcome="dropped"': stats.dropped, 'outcome="failed"': stats.failed},
     )  # fmt: skip
     yield _counter("store_failures", "Calls of the store that failed; each cost a miss.", {"": stats.failures})
+
+
+def _checkpoint_families(stats: "CheckpointStats") -> Iterator[_Family]:
+    yield _counter("checkpoints", "Checkpoints of generations that were stored.", {"": stats.stored})
+    yield _counter("resumed_generations", "Generations that went on from a checkpoint.", {"": stats.resumed})
+    yield _counter("resumed_tokens", "Tokens that these did not compute again.", {"": stats.tokens_resumed})
+    yield _counter("checkpoint_failures", "What went wrong; each cost a checkpoint.", {"": stats.failures})
 
 
 def _store_families(store: Store) -> Iterator[_Family]:

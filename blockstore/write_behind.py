@@ -152,6 +152,10 @@ class WriteBehind:
             names = (f"{len(at.packed) // 4} tokens of {at.identity.model_id}: {why}" for at, why in lost.items())
             raise NotStored("not all was stored", found="; ".join(names))
 
+    def settle(self) -> None:
+        """Wait until all that was put before was tried."""
+        self._queue.drain()
+
     def close(self, timeout: float | None) -> bool:
         """Write what waits, and take no more; False where that took longer than `timeout` seconds."""
         return self._queue.close(timeout)

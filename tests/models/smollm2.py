@@ -4,6 +4,7 @@ python -m models.smollm2 FOLDER goes on with the sentence whose beginning is in 
 """
 
 import importlib.util
+import json
 import sys
 from pathlib import Path
 from typing import Any, Final
@@ -32,6 +33,7 @@ _PARTS: Final = {
     "output_norm": "norm",
 }
 _GROUP_SIZE: Final = 32  # of GGUF's Q4_1
+_CONTROL: Final = 3  # the kind of token that GGUF calls so
 
 
 def gguf_file() -> Path | None:
@@ -43,13 +45,28 @@ def gguf_file() -> Path | None:
 
 def load(path: Path) -> tuple[Any, list[str]]:
     """The model in float32, and its vocabulary."""
-    loaded: Any = mx.load(str(path), return_metadata=True)
-    arrays, facts = loaded
+    weights, facts = _read(path)
     model = llama.Model(llama.ModelArgs.from_dict(_config(facts)))
-    weights = {_name(key): _plain(arrays, key) for key in arrays if key.endswith(".weight")}
     model.load_weights(list(weights.items()))
     mx.eval(model.parameters())
     return model, facts["tokenizer.ggml.tokens"]
+
+
+def write_model(path: Path, folder: Path) -> Path:
+    """The model as a directory that mlx_lm.load reads, with the file's own tokenizer and chat template."""
+    weights, facts = _read(path)
+    folder.mkdir(parents=True)
+    mx.save_safetensors(str(folder / "model.safetensors"), weights)
+    words, end = facts["tokenizer.ggml.tokens"], facts["tokenizer.ggml.eos_token_id"].item()
+    (folder / "config.json").write_text(json.dumps({**_config(facts), "eos_token_id": end}))
+    (folder / "tokenizer.json").write_text(json.dumps(_tokenizer(facts)))
+    described = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": words[end],
+        "chat_template": facts["tokenizer.chat_template"],
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(described))
+    return folder
 
 
 def go_on(model: Any, caches: list[Any], token: int) -> np.ndarray:
@@ -71,6 +88,32 @@ def main(folder: Path) -> None:
     assert loaded is not None
     assert loaded.tokens == prompt[:KNOWN_WORDS]
     np.save(folder / "logits.npy", go_on(model, loaded.caches, prompt[-1]))
+
+
+def _read(path: Path) -> tuple[dict[str, mx.array], dict[str, Any]]:
+    """Weights in float32 by mlx-lm's names, and what the file says of itself."""
+    loaded: Any = mx.load(str(path), return_metadata=True)
+    arrays, facts = loaded
+    return {_name(key): _plain(arrays, key) for key in arrays if key.endswith(".weight")}, facts
+
+
+def _tokenizer(facts: dict[str, Any]) -> dict[str, Any]:
+    """tokenizer.json: byte pairs, digits one by one, as the file's `tokenizer.ggml.pre` asks for."""
+    words, kinds = facts["tokenizer.ggml.tokens"], facts["tokenizer.ggml.token_type"].tolist()
+    marks = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    added = [{"id": at, "content": words[at], **marks} for at, kind in enumerate(kinds) if kind == _CONTROL]
+    as_bytes = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    vocabulary = {word: at for at, word in enumerate(words)}
+    return {
+        "version": "1.0",
+        "added_tokens": added,
+        "pre_tokenizer": {
+            "type": "Sequence",
+            "pretokenizers": [{"type": "Digits", "individual_digits": True}, as_bytes],
+        },
+        "decoder": as_bytes,
+        "model": {"type": "BPE", "vocab": vocabulary, "merges": facts["tokenizer.ggml.merges"]},
+    }
 
 
 def _config(facts: dict[str, Any]) -> dict[str, Any]:

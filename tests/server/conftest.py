@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from server.servers import Server
-from server.small_model import write_model
+from tools.bench.small_model import write_model
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -32,6 +32,7 @@ NAMES: Final = (
     "first_step",
     "agents_day",
     "processes",
+    "restart",
     "collect",  # last: it deletes
 )
 

@@ -34,16 +34,17 @@ _CONFIG: Final[dict[str, Any]] = {
 }
 
 
-def write_model(folder: Path, *, seed: int = 0) -> Path:
-    """Make the directory; other seeds give other weights of the same shapes."""
+def write_model(folder: Path, *, seed: int = 0, **config: int) -> Path:
+    """Make the directory. Other seeds give other weights of the same shapes; `config` changes these."""
+    described = {**_CONFIG, **config}
     folder.mkdir(parents=True)
     mx.random.seed(seed)
-    model = llama.Model(llama.ModelArgs.from_dict(_CONFIG))
+    model = llama.Model(llama.ModelArgs.from_dict(described))
     # Far from zero, so that what a prompt says decides what the model answers; but it never says that it is done.
     weights: Any = dict(tree_flatten(tree_map(lambda one: one + 0.1 * mx.random.normal(one.shape), model.parameters())))
     weights["lm_head.weight"][: len(_MARKS)] = 0
     mx.save_safetensors(str(folder / "model.safetensors"), weights)
-    (folder / "config.json").write_text(json.dumps(_CONFIG))
+    (folder / "config.json").write_text(json.dumps(described))
     (folder / "tokenizer.json").write_text(json.dumps(_tokenizer()))
     (folder / "tokenizer_config.json").write_text(
         json.dumps(
