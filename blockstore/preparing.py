@@ -24,6 +24,7 @@ from .digest import digest
 from .errors import CacheMiss, InvalidInput
 from .history import History, Taken
 from .identity import Identity
+from .leases import is_id
 from .listing import Match
 from .meta import Attachment, Meta, SaveOptions
 from .packing import Packer, Prepared
@@ -107,7 +108,7 @@ def _history(rooms: Rooms, parent: Any, caches: Sequence[object]) -> History | N
     if parent is None:
         return history.remembered(root, caches)
     entry_id = parent if isinstance(parent, str) else getattr(parent, "entry_id", None)
-    if not isinstance(entry_id, str):
+    if not isinstance(entry_id, str) or not is_id(entry_id):
         raise InvalidInput(
             "parent names an entry", field="parent", expected="a Match, Saved, Loaded or an entry id", found=parent
         )
