@@ -24,6 +24,7 @@ from .digest import digest
 from .errors import CacheMiss, InvalidInput
 from .history import History, Taken
 from .identity import Identity
+from .layout import MOST_BLOCK_BYTES
 from .leases import is_id
 from .listing import Match
 from .meta import Attachment, Meta, SaveOptions
@@ -51,8 +52,9 @@ class _Choices:
     parent: Any = None
 
     def __post_init__(self) -> None:
-        if self.block_bytes is not None and (type(self.block_bytes) is not int or self.block_bytes < 1):
-            raise InvalidInput("block_bytes must be a number of bytes", field="block_bytes", found=self.block_bytes)
+        size = self.block_bytes
+        if size is not None and (type(size) is not int or not 1 <= size <= MOST_BLOCK_BYTES):
+            raise InvalidInput("block_bytes must be from 1 byte to 32 MiB", field="block_bytes", found=size)
         if self.layout not in ("segments", "rows"):
             raise InvalidInput("unknown cut", field="layout", expected=["segments", "rows"], found=self.layout)
         if not isinstance(self.attachments, Sequence):
