@@ -103,15 +103,17 @@ def flat_views(array: ByteArray, start: int, stop: int) -> Iterator[ByteArray]:
 
 
 class Scratch(threading.local):
-    """One buffer for each thread, grown to the largest block it was asked for."""
+    """One buffer for each thread, of `largest` bytes: one that grew would leave those behind that views still hold."""
 
-    def __init__(self) -> None:
+    def __init__(self, largest: int) -> None:
+        self._largest = largest
         self._buffer: ByteArray = np.empty(0, np.uint8)
+        self.views: dict[tuple[int, int], list[ByteArray]] = {}  # of the buffer, kept as long as its thread
 
     def take(self, size: int) -> ByteArray:
-        """`size` bytes of this thread's buffer; what the last call returned is overwritten."""
-        if len(self._buffer) < size:
-            self._buffer = np.empty(size, np.uint8)
+        """`size` bytes of this thread's buffer, at most `largest`; what the last call returned is overwritten."""
+        if not len(self._buffer):
+            self._buffer = np.empty(self._largest, np.uint8)
         return self._buffer[:size]
 
 

@@ -31,6 +31,7 @@ ROOT_VARIABLE: Final = "BLOCKSTORE_ROOT"
 DEFAULT_ROOT: Final = "~/.cache/blockstore"
 HEADER_SUFFIX: Final = ".mlxkv"
 SCOPE_HEX_DIGITS: Final = 32
+MOST_BLOCK_BYTES: Final = 32 << 20  # a block has up to twice as many, and a reader takes 64 MiB
 _CONFIG_LIMIT_BYTES: Final = 64 << 10
 _TEMPORARY: Final = re.compile(rf"\.{re.escape(CONFIG_NAME)}\.[0-9a-f]{{16}}\.tmp")
 _FOLDERS: Final = ("blocks", "entries", "index", "leases", "quarantine")
@@ -264,7 +265,7 @@ def check_config(config: StoreConfig, path: str) -> None:
         raise InvalidInput("unknown block hash", path=path, expected=sorted(HASHERS), found=config.block_hash)
     if not 1 <= config.span <= 1 << 16 or config.span & (config.span - 1):
         raise InvalidInput("span must be a power of two up to 65536", path=path, found=config.span)
-    if not 1 << 10 <= config.block_bytes <= 32 << 20:
+    if not 1 << 10 <= config.block_bytes <= MOST_BLOCK_BYTES:
         raise InvalidInput("block_bytes must be from 1 KiB to 32 MiB", path=path, found=config.block_bytes)
 
 

@@ -120,11 +120,10 @@ class Packer:
     def __init__(self, prepared: Prepared) -> None:
         self.prepared = prepared
         self._jobs = list(_jobs(prepared))
-        self._scratch = Scratch()
-        self._views: dict[tuple[int, int, int], list[ByteArray]] = {}
-        self._turns = Turns()
         # Not a cached_property: before Python 3.12 that has a lock, which a fork may find held.
         self.largest = max((job.size for job in self._jobs), default=0)  # bytes of a block
+        self._scratch = Scratch(self.largest)
+        self._turns = Turns()
 
     def __len__(self) -> int:
         return len(self._jobs)
@@ -155,12 +154,10 @@ class Packer:
 
     def _into(self, out: ByteArray, job: _Job, parts: Sequence[ByteArray]) -> list[ByteArray]:
         """Where each tensor's part stands in a block. A thread packs all blocks into one buffer: its views are kept."""
-        key = (id(out.base), id(job.part), job.stop - job.start)
-        views = self._views.get(key)
+        key = (id(job.part), job.stop - job.start)
+        views = self._scratch.views.get(key)
         if views is None:
-            views = _laid_out(out, parts)
-            if out.base is not None:  # which the views keep alive, so that no other gets its id
-                self._views[key] = views
+            views = self._scratch.views[key] = _laid_out(out, parts)
         return views
 
     def header(

@@ -24,6 +24,8 @@ from .digest import digest
 from .errors import CacheMiss, InvalidInput
 from .history import History, Taken
 from .identity import Identity
+from .layout import MOST_BLOCK_BYTES
+from .leases import is_id
 from .listing import Match
 from .meta import Attachment, Meta, SaveOptions
 from .packing import Packer, Prepared
@@ -50,8 +52,9 @@ class _Choices:
     parent: Any = None
 
     def __post_init__(self) -> None:
-        if self.block_bytes is not None and (type(self.block_bytes) is not int or self.block_bytes < 1):
-            raise InvalidInput("block_bytes must be a number of bytes", field="block_bytes", found=self.block_bytes)
+        size = self.block_bytes
+        if size is not None and (type(size) is not int or not 1 <= size <= MOST_BLOCK_BYTES):
+            raise InvalidInput("block_bytes must be from 1 byte to 32 MiB", field="block_bytes", found=size)
         if self.layout not in ("segments", "rows"):
             raise InvalidInput("unknown cut", field="layout", expected=["segments", "rows"], found=self.layout)
         if not isinstance(self.attachments, Sequence):
@@ -107,7 +110,7 @@ def _history(rooms: Rooms, parent: Any, caches: Sequence[object]) -> History | N
     if parent is None:
         return history.remembered(root, caches)
     entry_id = parent if isinstance(parent, str) else getattr(parent, "entry_id", None)
-    if not isinstance(entry_id, str):
+    if not isinstance(entry_id, str) or not is_id(entry_id):
         raise InvalidInput(
             "parent names an entry", field="parent", expected="a Match, Saved, Loaded or an entry id", found=parent
         )

@@ -28,8 +28,9 @@ class BlockSource:
         self._blocks = blocks
         self._targets = [target for own in targets for target in own]
         self._reads = list(placing.reads(header, targets))
-        self._largest = max((read.size if read.whole else _PIECE_BYTES for read in self._reads), default=0)
-        self._scratch = Scratch()
+        sizes = (read.size if read.whole else min(read.size, _PIECE_BYTES) for read in self._reads)
+        self._largest = max(sizes, default=0)
+        self._scratch = Scratch(self._largest)
 
     def check(self) -> None:
         """Look at the size of every block before anything is allocated. Raises CorruptEntry."""
@@ -83,7 +84,7 @@ class FileSource:
         self._header = header
         self._targets = [target for own in targets for target in own]
         self._reads = list(placing.pieces(header, targets, _PIECE_BYTES))
-        self._scratch = Scratch()
+        self._scratch = Scratch(max((read.size for read in self._reads), default=0))
         self._stop: threading.Event | None = None
         self._start = 0
         prefix = np.empty(PREFIX_BYTES, np.uint8)

@@ -119,6 +119,16 @@ def test_bytes_and_text_are_no_tokens(tmp_path: Path, tokens: Any) -> None:
             store.save(tokens, plain(TOKENS), IDENTITY)
 
 
+@pytest.mark.parametrize("layout", ["segments", "rows"])
+def test_blocks_that_no_load_would_take_are_not_written(tmp_path: Path, layout: str) -> None:
+    with small_store(tmp_path / "s") as store:
+        for size in ((32 << 20) + 1, 1 << 40):
+            with pytest.raises(InvalidInput, match="block_bytes"):
+                store.save(TOKENS, plain(TOKENS), IDENTITY, layout=layout, block_bytes=size)
+        saved = store.save(TOKENS, plain(TOKENS), IDENTITY, layout=layout, block_bytes=32 << 20)
+        store.load(saved.entry_id)
+
+
 def test_arguments_of_the_wrong_type_are_named(tmp_path: Path) -> None:
     with small_store(tmp_path / "s") as store:
         saved = store.save(TOKENS, plain(TOKENS), IDENTITY)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import kvcodecs
-from blockstore import CorruptEntry, EntryGone, InvalidInput, Store, history, packing
+from blockstore import CorruptEntry, EntryGone, InvalidInput, Match, Store, history, packing
 from store_kit import all_facts, assert_clean, assert_exact, block_names, block_path, header_of, named_blocks
 from token_caches import IDENTITY, extend, hybrid, plain, recurrent, small_store
 
@@ -118,10 +118,11 @@ def test_an_entry_may_be_named_as_the_parent(store: Store, named: str) -> None:
     assert_clean(store)
 
 
-@pytest.mark.parametrize("parent", [7, 1.5, ["x"]])
+@pytest.mark.parametrize("parent", [7, 1.5, ["x"], "", "hello", "aa", "A" * 32, Match("", 1, 1)])
 def test_what_names_no_entry_is_refused(store: Store, parent: Any) -> None:
     with pytest.raises(InvalidInput, match="parent"):
         store.save(FIRST, plain(FIRST), IDENTITY, parent=parent)
+    save(store, FIRST, plain(FIRST))
 
 
 def test_a_parent_that_is_gone_costs_a_look_at_everything(store: Store) -> None:

@@ -5,17 +5,21 @@ import os
 import subprocess
 import sys
 import threading
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
-from blockstore import BlockstoreError, Store
+import kvcodecs
+from blockstore import BlockstoreError, Store, admission
+from blockstore.rooms import MARGINS
 from fs_doubles import FailingAt
 from store.resource_roles import MANY_BLOCKS, OPEN_FILES
 from store_kit import block_names, block_path
-from token_caches import IDENTITY, identity, plain, small_store
+from token_caches import IDENTITY, extend, identity, plain, small_store
 
 SCRIPT = Path(__file__).parent / "resource_roles.py"
 LIMIT_BYTES = 64 << 20
@@ -47,6 +51,31 @@ def test_memory_beyond_the_arrays_is_bounded_for_save_and_load(tmp_path: Path) -
     assert loaded["logical"] == saved["logical"] <= loaded["arrays"] < 1.1 * loaded["logical"]
     assert 0 < saved["beyond"] <= LIMIT_BYTES
     assert 0 < loaded["beyond"] <= LIMIT_BYTES
+
+
+@pytest.mark.parametrize("roomy", [True, False], ids=["written as digested", "made twice"])
+def test_the_buffers_of_blocks_of_many_sizes_are_those_of_the_largest(tmp_path: Path, roomy: bool) -> None:
+    """Views of a smaller buffer, or of one whose thread has ended, must not keep it."""
+    tokens = list(range(256))
+    caches = [extend(kvcodecs.KVCache(), tokens, dim=dim) for dim in range(520, 1001, 40)]
+    largest = 2 * 4 * 1000 * len(tokens)
+    with Store(tmp_path / "store", durability="none", span=256, block_bytes=1 << 20) as store:
+        with mock.patch.object(admission, "announce", return_value=roomy):
+            saved, beyond = traced(lambda: store.save(tokens, caches, IDENTITY))
+        assert saved.blocks_written == len(caches)
+        assert largest < beyond < (MARGINS.threads + 0.5) * largest
+        for verify in (True, False):
+            _, beyond = traced(lambda verify=verify: store.load(saved.entry_id, verify=verify))
+            assert beyond < (MARGINS.threads + 0.5) * largest
+
+
+def traced(call: Callable[[], Any]) -> tuple[Any, int]:
+    """What a call returns, and the most memory that Python and numpy held for it; mlx's own is not seen."""
+    tracemalloc.start()
+    try:
+        return call(), tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
 
 
 @needs_proc
