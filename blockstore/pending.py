@@ -195,10 +195,8 @@ class Pending(Generic[T, R]):
         """Wait until entry `last` and all before it are resolved. Not in a callback, which would wait for itself."""
         if threading.get_ident() in self._inside or threading.current_thread() is self.worker:
             timeout = 0.0
-        if timeout is not None and timeout >= threading.TIMEOUT_MAX:
-            timeout = None
         with self.lock:
-            return self._resolved.wait_for(lambda: next(iter(self._open), last + 1) > last, timeout)
+            return self._resolved.wait_for(lambda: next(iter(self._open), last + 1) > last, bounded(timeout))
 
     def settle(self, entries: deque[Entry[T, R]], outcome: Outcome[R]) -> None:
         """Finish entries that were taken out and counted: all of them, then raise what interrupted that."""
@@ -256,6 +254,11 @@ class Pending(Generic[T, R]):
             self._counts[outcome.reason or "stored"] += 1
             if outcome.stored:
                 self._stored_bytes += entry.nbytes
+
+
+def bounded(timeout: float | None) -> float | None:
+    """None for more than a thread can wait."""
+    return timeout if timeout is None or timeout < threading.TIMEOUT_MAX else None
 
 
 def report(error: BaseException) -> None:

@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Any, Final, Generic, Self, TypeVar
 
 from .errors import InvalidInput
-from .pending import CANCELLED, DROPPED, Entry, Outcome, Pending, SpillStats, report
+from .pending import CANCELLED, DROPPED, Entry, Outcome, Pending, SpillStats, bounded, report
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -136,7 +136,7 @@ class SpillQueue(Generic[T, R]):
             return False
         if worker is None or worker is threading.current_thread():
             return worker is None
-        worker.join(None if timeout is None else max(0.0, timeout - (time.monotonic() - began)))
+        worker.join(bounded(None if timeout is None else timeout - (time.monotonic() - began)))
         return not worker.is_alive()
 
     @property

@@ -4,6 +4,7 @@ import os
 import sys
 import threading
 import time
+import weakref
 from pathlib import Path
 
 from blockstore import InvalidInput, Outcome, SpillQueue
@@ -15,10 +16,12 @@ def child(folder: Path) -> None:
     """A child beside a parent whose queue has one item in flight and another that waits."""
     desk, released = Desk(), []
     queue = SpillQueue(desk.work, max_bytes=5)
+    items = [Pinned(name) for name in ("a", "b")]
+    kept = [weakref.ref(item) for item in items]
     futures = [
-        queue.enqueue(Pinned(name), 3, droppable=False, release=lambda name=name: released.append(name))
-        for name in ("a", "b")
+        queue.enqueue(item, 3, droppable=False, release=lambda name=item.name: released.append(name)) for item in items
     ]
+    del items
     assert desk.await_start() == "a"
 
     def live() -> None:
@@ -32,6 +35,7 @@ def child(folder: Path) -> None:
         assert in_grandchild == 0
         assert queue.close(PATIENCE_S)
         assert released == []
+        assert kept[1]() is not None
         assert not any(future.done() for future in futures)
 
     assert in_child(live) == 0

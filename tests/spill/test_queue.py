@@ -222,6 +222,20 @@ def test_nothing_of_an_item_is_left_when_its_future_is_resolved(work: Callable[[
         gc.enable()
 
 
+def test_a_result_is_for_those_alone_who_hold_its_future() -> None:
+    kept: list[weakref.ref[Pinned]] = []
+
+    def work(item: str) -> Pinned:
+        result = Pinned(item)
+        kept.append(weakref.ref(result))
+        return result
+
+    with SpillQueue(work, max_bytes=1) as queue:
+        queue.enqueue("a", 1)
+        assert queue.drain(PATIENCE_S)
+        assert becomes(lambda: is_dead(kept[0]))
+
+
 def test_work_may_let_go_of_its_item_before_it_ends() -> None:
     def work(item: Pinned) -> bool:
         reference = weakref.ref(item)
@@ -469,6 +483,19 @@ def test_work_does_not_wait_for_itself() -> None:
     assert answers == [False] * 4
 
 
+def test_a_finalizer_on_the_queues_thread_does_not_wait_for_itself() -> None:
+    answers: list[bool] = []
+
+    class Result:
+        def __del__(self) -> None:
+            answers.append(queue.close())
+
+    queue = SpillQueue(lambda item: Result(), max_bytes=1)
+    queue.enqueue("a", 1)
+    assert becomes(lambda: answers == [False])
+    assert queue.close(PATIENCE_S)
+
+
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="no interval timers")
 def test_a_signal_handler_may_use_the_queue_in_the_middle_of_a_call() -> None:
     calls = 0
@@ -599,6 +626,7 @@ def test_close_finishes_what_waits(queue: SpillQueue[Pinned, str], desk: Desk) -
         queue.enqueue(Pinned("c"), 1, release=lambda: pytest.fail("it was not taken"))
     desk.finish()
     desk.finish()
+    assert queue.close(float("inf"))
     assert queue.close()
     assert [reason(future) for future in futures] == [None, None]
 
