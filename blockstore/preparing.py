@@ -38,6 +38,7 @@ from .rooms import Rooms
 _COPY_BYTES: Final = 48 << 20
 _SAMPLE: Final = 4
 _SAMPLE_SHARE: Final = 100
+_RANDOM: Final = random.SystemRandom()  # a program that seeded its own goes on as it would without a save
 
 
 @dataclass(frozen=True)
@@ -201,7 +202,7 @@ def _sampled(plan: cut.CutPlan, taken: Sequence[Taken]) -> Iterator[tuple[int, b
         last += every[-1:] if known.digests else []
         first += len(group.counts)
     count = min(len(every), max(_SAMPLE, len(every) // _SAMPLE_SHARE))
-    return iter(dict([*last, *random.sample(every, count)]).items())
+    return iter(dict([*last, *_RANDOM.sample(every, count)]).items())
 
 
 def _copied(view: ByteArray) -> ByteArray:

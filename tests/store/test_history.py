@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -140,6 +141,15 @@ def test_a_wrong_parent_is_found_out_by_the_sample(store: Store) -> None:
     caches = plain(longer)
     saved = save(store, longer, caches, parent=parent)
     assert not named_blocks(header_of(store, saved.entry_id)) & named_blocks(header_of(store, parent.entry_id))
+
+
+def test_a_seeded_program_goes_on_as_it_would_without_a_save(store: Store) -> None:
+    caches = plain(FIRST)
+    store.save(FIRST, caches, IDENTITY)
+    random.seed(5)
+    expected = random.getstate()
+    save(store, LONGER, grown(caches, LONGER))
+    assert random.getstate() == expected
 
 
 def test_caches_that_were_trimmed_and_went_elsewhere_share_what_they_share(store: Store) -> None:
