@@ -73,7 +73,7 @@ def bare(load: Workload) -> Contender:
     def contender(folder: str) -> Generator[None]:
         count = -(-load.bytes // BLOCK)
         source = np.random.default_rng(1).integers(0, 256, (count, BLOCK), dtype=np.uint8)
-        scratch = Scratch()
+        scratch = Scratch(BLOCK)
 
         def save(number: int) -> None:
             block = scratch.take(BLOCK)

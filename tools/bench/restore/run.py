@@ -62,7 +62,7 @@ def bare(load: Workload) -> Contender:
         for path in paths:
             with open(path, "xb") as file:
                 file.write(os.urandom(BLOCK))
-        scratch = Scratch()
+        scratch = Scratch(BLOCK)
         yield
         into = np.empty((len(paths), BLOCK), np.uint8)
 
