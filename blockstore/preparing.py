@@ -90,6 +90,8 @@ def prepare_for(
     config = rooms.layout.config
     _check_arguments(caches, meta)
     known = _history(rooms, chosen.parent, caches) if continues and chosen.layout == "segments" else None
+    if known is not None and known.entry_id in rooms.lost:
+        known = None
     return prepare(
         provider,
         tokens,
@@ -186,7 +188,7 @@ def _continued(whole: Prepared, known: History, hash_name: str, copy: bool) -> P
             views[ref] = views[ref][(*(slice(None),) * group.axis, slice(first.tokens, None))]
     if copy and sum(view.nbytes for view in views.values()) <= _COPY_BYTES:
         views = {ref: _copied(view) for ref, view in views.items()}
-    return replace(whole, views=views, taken=taken)
+    return replace(whole, views=views, taken=taken, parent=known.entry_id)
 
 
 def _sample_holds(whole: Prepared, taken: Sequence[Taken], hash_name: str) -> bool:
