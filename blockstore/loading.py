@@ -47,6 +47,7 @@ def load(
         _condemn(rooms, entry_id, row, error)
         raise
     rooms.index.touch(entry_id)
+    rooms.lost.discard(entry_id)
     loaded = restore.loaded(entry_id)
     history.remember(loaded.caches, history.of_header(rooms.layout.root, entry_id, header, loaded.token_count))
     return loaded

@@ -56,7 +56,8 @@ class SaveOptions(TypedDict, total=False):
     layout: "segments", or "rows" (each tensor cut by itself, into blocks of block_bytes). pinned: keep the entry from
     eviction. attachments, generation_checkpoint: companion state, and where a generation stood. parent: a Match, Saved,
     Loaded or the id of the entry that these caches continue, whose blocks are then taken over unread, but for a sample;
-    caches that were loaded or saved here remember theirs, others (merged ones, extracted rows) need it named.
+    caches that were loaded or saved here remember theirs, others (merged ones, extracted rows) need it named. Rows that
+    are changed in place under equal tokens may escape the sample: put such state into new cache objects.
     """
 
     layout: str

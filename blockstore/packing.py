@@ -30,8 +30,8 @@ class Prepared:
     It shares the caches' memory, so their next step in place copies them; commit it, or drop it, soon. `tokens` are
     packed as u32 LE, `attachments` described without blocks; `views` has one array of unsigned integers for each
     tensor, those of the attachments numbered as leaves behind the caches'. `taken` says for each group (or for none)
-    what is taken over from an entry that the caches continue: the views of its tensors begin behind that. `sources` are
-    the cache objects, which learn of the entry once it is committed.
+    what is taken over from `parent`, an entry that the caches continue: the views of its tensors begin behind that.
+    `sources` are the cache objects, which learn of the entry once it is committed.
     """
 
     identity: Identity
@@ -45,6 +45,7 @@ class Prepared:
     views: dict[cut.Ref, ByteArray]
     pinned: bool = False
     taken: tuple[Taken, ...] = ()
+    parent: str = ""
     sources: tuple["weakref.ref[Any]", ...] = ()
 
     @property

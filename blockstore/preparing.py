@@ -38,6 +38,7 @@ from .rooms import Rooms
 _COPY_BYTES: Final = 48 << 20
 _SAMPLE: Final = 4
 _SAMPLE_SHARE: Final = 100
+_RANDOM: Final = random.SystemRandom()  # a program that seeded its own goes on as it would without a save
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,8 @@ def prepare_for(
     config = rooms.layout.config
     _check_arguments(caches, meta)
     known = _history(rooms, chosen.parent, caches) if continues and chosen.layout == "segments" else None
+    if known is not None and known.entry_id in rooms.lost:
+        known = None
     return prepare(
         provider,
         tokens,
@@ -185,7 +188,7 @@ def _continued(whole: Prepared, known: History, hash_name: str, copy: bool) -> P
             views[ref] = views[ref][(*(slice(None),) * group.axis, slice(first.tokens, None))]
     if copy and sum(view.nbytes for view in views.values()) <= _COPY_BYTES:
         views = {ref: _copied(view) for ref, view in views.items()}
-    return replace(whole, views=views, taken=taken)
+    return replace(whole, views=views, taken=taken, parent=known.entry_id)
 
 
 def _sample_holds(whole: Prepared, taken: Sequence[Taken], hash_name: str) -> bool:
@@ -201,7 +204,7 @@ def _sampled(plan: cut.CutPlan, taken: Sequence[Taken]) -> Iterator[tuple[int, b
         last += every[-1:] if known.digests else []
         first += len(group.counts)
     count = min(len(every), max(_SAMPLE, len(every) // _SAMPLE_SHARE))
-    return iter(dict([*last, *random.sample(every, count)]).items())
+    return iter(dict([*last, *_RANDOM.sample(every, count)]).items())
 
 
 def _copied(view: ByteArray) -> ByteArray:

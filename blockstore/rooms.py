@@ -46,6 +46,8 @@ class Rooms:
         self.fs: FileSystem = layout.fs
         self.blocks: Blocks = layout.blocks
         self.leases: Leases = layout.leases
+        # Entries of which a commit missed blocks that it was to take over; the next prepare is to look at everything.
+        self.lost: set[str] = set()
 
     def unlink_header(self, header: str) -> bool:
         """Remove a header by its path relative to the root, as lease rows name it; no other file."""

@@ -199,6 +199,7 @@ class _Saver:
     def _ready(self, name: bytes) -> None:
         if name in self.taken:
             history.forget(standing_sources(self.prepared))
+            self.rooms.lost.add(self.prepared.parent)
             raise HistoryLost("blocks of the entry that the caches continue are gone", digest=name.hex())
         if name not in self.staged:
             self._write_temporary(name, self.packer.pack(self.made_from[name]))

@@ -11,16 +11,16 @@ T = TypeVar("T")
 def spread(items: Iterable[T], work: Callable[[T], object], threads: int) -> None:
     """Call `work` on every item. After a failure no further item is begun; the first one is raised, all are awaited.
 
-    The caller's thread works too. `items` is advanced by one thread at a time. What interrupts the caller is raised
-    when the others have finished the items that they are at.
+    The caller's thread works too, and alone where the process may have no other. `items` is advanced by one thread at a
+    time. What interrupts the caller is raised when the others have finished the items that they are at.
     """
     shared = _Work(items, work)
     helpers = [Lock() for _ in range(threads - 1)]
     try:
         try:
             for helper in helpers:
-                # Not threading.Thread: an exception of a signal handler in its start() or join() leaves broken locks.
-                _thread.start_new_thread(shared.help, (helper,))
+                if not _started(shared, helper):
+                    break
             shared.go_on()
         finally:
             _await_all(helpers, shared)
@@ -32,6 +32,18 @@ def spread(items: Iterable[T], work: Callable[[T], object], threads: int) -> Non
             raise next((error for error in shared.failures if not isinstance(error, Exception)), shared.failures[0])
     finally:
         shared.failures.clear()  # an error whose own traceback leads to it would outlive its handling
+
+
+def _started(shared: "_Work[T]", helper: Lock) -> bool:
+    """False where no thread is to be had: a limit of the process, or an interpreter that shuts down."""
+    try:
+        # Not threading.Thread: an exception of a signal handler in its start() or join() leaves broken locks.
+        _thread.start_new_thread(shared.help, (helper,))
+    except RuntimeError as error:
+        if not str(error).startswith("can't "):  # a signal handler's own
+            raise
+        return False
+    return True
 
 
 class _Work(Generic[T]):

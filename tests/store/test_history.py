@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -142,6 +143,15 @@ def test_a_wrong_parent_is_found_out_by_the_sample(store: Store) -> None:
     assert not named_blocks(header_of(store, saved.entry_id)) & named_blocks(header_of(store, parent.entry_id))
 
 
+def test_a_seeded_program_goes_on_as_it_would_without_a_save(store: Store) -> None:
+    caches = plain(FIRST)
+    store.save(FIRST, caches, IDENTITY)
+    random.seed(5)
+    expected = random.getstate()
+    save(store, LONGER, grown(caches, LONGER))
+    assert random.getstate() == expected
+
+
 def test_caches_that_were_trimmed_and_went_elsewhere_share_what_they_share(store: Store) -> None:
     caches = plain(LONGER)
     store.save(LONGER, caches, IDENTITY)
@@ -196,6 +206,29 @@ def test_a_commit_whose_history_went_says_so_and_the_next_one_makes_all(store: S
     assert list(Path(store.root, "leases").iterdir()) == []
     again = store.commit(store.prepare(LONGER, caches, IDENTITY))
     assert all_facts(store.load(again.entry_id).caches) == all_facts(caches)
+
+
+def test_a_named_parent_whose_blocks_went_fails_one_commit_alone(store: Store) -> None:
+    parent = store.save(FIRST, plain(FIRST), IDENTITY)
+    lose(store, parent.entry_id, "deleted from outside")
+    with pytest.raises(EntryGone, match="continue"):
+        store.commit(store.prepare(LONGER, plain(LONGER), IDENTITY, parent=parent))
+    saved = store.commit(store.prepare(LONGER, plain(LONGER), IDENTITY, parent=parent))
+    assert all_facts(store.load(saved.entry_id).caches) == all_facts(plain(LONGER))
+    with pytest.raises(CorruptEntry):  # its own last block is still missing
+        store.load(parent.entry_id)
+    assert_clean(store)
+
+
+def test_a_parent_that_loads_again_is_taken_over_again(store: Store) -> None:
+    parent = store.save(LONGER[:12], plain(LONGER[:12]), IDENTITY)
+    lose(store, parent.entry_id, "deleted from outside")
+    with pytest.raises(EntryGone):
+        store.commit(store.prepare(LONGER, plain(LONGER), IDENTITY, parent=parent))
+    store.save(LONGER, plain(LONGER), IDENTITY)
+    store.load(parent.entry_id)
+    prepared = store.prepare([*LONGER, 1], plain([*LONGER, 1]), IDENTITY, parent=parent)
+    assert [taken.tokens for taken in prepared.taken] == [12]
 
 
 def test_prepare_with_history_leaves_the_caches_free_and_the_snapshot_as_it_was(store: Store) -> None:

@@ -20,6 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import FrameType
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -207,6 +208,32 @@ def test_an_error_that_spread_raises_is_gone_when_it_was_handled() -> None:
         assert gone() is None
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("granted", [0, 1])
+@pytest.mark.parametrize("says", ["can't start new thread", "can't create new thread at interpreter shutdown"])
+def test_where_no_thread_is_to_be_had_the_caller_does_the_work(root: Path, granted: int, says: str) -> None:
+    left, real = [granted], _thread.start_new_thread
+
+    def start_new_thread(*given: Any) -> int:
+        if not left[0]:
+            raise RuntimeError(says)
+        left[0] -= 1
+        return real(*given)
+
+    done: list[int] = []
+    with mock.patch.object(_thread, "start_new_thread", start_new_thread):
+        spread(range(9), done.append, 4)
+        with small_store(root) as store:
+            store.save(PROMPT, plain(PROMPT), IDENTITY)
+            assert store.restore([*PROMPT, 2], IDENTITY) is not None
+    assert sorted(done) == list(range(9))
+
+
+def test_an_error_of_a_handler_while_a_thread_is_started_is_raised() -> None:
+    late = mock.patch.object(_thread, "start_new_thread", side_effect=RuntimeError("too late"))
+    with late, pytest.raises(RuntimeError, match="too late"):
+        spread(range(3), lambda item: None, 2)
 
 
 def await_true(holds: Callable[[], bool]) -> None:

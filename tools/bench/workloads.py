@@ -197,7 +197,7 @@ def _bits(array: mx.array, count: int) -> mx.array:
 
 
 def main_loads(quick: bool) -> Iterator[tuple[Workload, int]]:
-    """The workloads of the issue one after the other, each with the number of rounds that its size allows."""
+    """What is saved and restored, one after the other, each with the number of rounds that its size allows."""
     if quick:
         yield PlainKV(2, 256, dim=16), 1
         yield Quantized(2, 256), 1
