@@ -6,7 +6,8 @@ What fails is tried again; what a longer snapshot stands for is not written, or 
 import logging
 import threading
 import time
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
@@ -74,11 +75,15 @@ class _Label:
 
 @dataclass(eq=False)
 class _Item:
-    """A snapshot on its way to the store. `caches` stand in memory, should it have to be taken once more."""
+    """A snapshot on its way to the store.
+
+    caches: where it was taken, should that have to be done once more. Weak, since a snapshot of a few new rows must not
+    keep all others: who takes them out of memory wants it back.
+    """
 
     label: _Label
     prepared: Prepared
-    caches: Sequence[Any]
+    caches: Sequence[Callable[[], Any]]
     shortens: bool
     attempts: int = 1
     is_outdated: bool = False
@@ -86,6 +91,15 @@ class _Item:
     def stands_for(self, label: _Label) -> bool:
         """Whether what `label` names can be served from this one."""
         return label == self.label or (self.shortens and label.begins(self.label))
+
+    def take_again(self, store: Store) -> None:
+        """Make the snapshot of everything. Raises as Store.prepare(), and EntryGone where the caches went."""
+        caches = [cache() for cache in self.caches]
+        if any(cache is None for cache in caches):
+            raise EntryGone("what the snapshot continues is gone, and its caches went from memory")
+        history.forget(caches)
+        self.prepared = store.prepare(self.label.tokens, caches, self.label.identity)
+        self.is_outdated = False
 
 
 class WriteBehind:
@@ -117,7 +131,7 @@ class WriteBehind:
             return
         remembered = history.remembered(self._store.root, views) is not None
         prepared = self._store.prepare(label.tokens, views, identity, parent=None if remembered else match)
-        item = _Item(label, prepared, caches, geometry.list_shortens(prepared.caches))
+        item = _Item(label, prepared, [weakref.ref(cache) for cache in caches], geometry.list_shortens(prepared.caches))
         if self._supersede:
             self._queue.cancel_where(item.stands_for)
         self._enqueue(item)
@@ -130,9 +144,7 @@ class WriteBehind:
             item.attempts += 1
             try:
                 if item.is_outdated:
-                    history.forget(item.caches)
-                    item.prepared = self._store.prepare(item.label.tokens, item.caches, item.label.identity)
-                    item.is_outdated = False
+                    item.take_again(self._store)
                 self._enqueue(item)
             except Exception as error:
                 self._not_written(item, error)

@@ -1,9 +1,11 @@
 """A prompt cache that remembers: as mlx-lm's in memory, and what the store adds to it."""
 
 import copy
+import gc
 import logging
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -505,6 +507,48 @@ def test_what_cannot_be_taken_again_is_given_up(make: Make, store: Store, monkey
     with pytest.raises(NotStored, match="20 tokens of model: InvalidInput"):
         cache.flush(60)
     assert cache.stats.failed == 1
+
+
+def test_what_waits_keeps_no_caches(make: Make, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a few new rows: what falls out of memory meanwhile is free, and what waits is stored all the same."""
+    cache = make(max_size=1)
+    starts = (100, 200, 300)
+    for start in starts:
+        cache.insert_cache(MODEL, list(range(start, start + 40)), kv(range(start, start + 40)))
+    cache.flush(60)
+    go_on, real = threading.Event(), store.commit
+    monkeypatch.setattr(store, "commit", lambda prepared: (go_on.wait(60), real(prepared))[1])
+    taken = list["weakref.ref[Any]"]()
+    for start in starts:
+        tokens = list(range(start, start + 42))
+        caches, _ = cache.fetch_nearest_cache(MODEL, tokens)
+        assert caches is not None
+        cache.insert_cache(MODEL, tokens, [extend(caches[0], tokens)])
+        taken.append(weakref.ref(caches[0]))
+        del caches
+    waiting = cache.stats.pending_count
+    gc.collect()
+    kept = [reference() is not None for reference in taken]
+    go_on.set()
+    assert (waiting, kept) == (3, [False, False, True])
+    cache.flush(60)
+    assert sorted(entry.token_count for entry in store.entries()) == [42, 42, 42]
+
+
+def test_what_cannot_be_taken_again_since_it_fell_out_of_memory_is_said(
+    make: Make, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def commit(prepared: Any) -> Any:
+        raise EntryGone("its past is gone")
+
+    cache = make()
+    monkeypatch.setattr(store, "commit", commit)
+    cache.insert_cache(MODEL, list(range(20)), kv(range(20)))
+    cache.settle()
+    cache.trim_to(n_sequences=0)
+    gc.collect()
+    with pytest.raises(NotStored, match=r"20 tokens of model: EntryGone: .* went from memory"):
+        cache.flush(60)
 
 
 def test_a_stored_turn_stands_for_one_that_failed(make: Make, failing: Failing) -> None:
