@@ -563,6 +563,45 @@ def test_a_stored_turn_stands_for_one_that_failed(make: Make, failing: Failing) 
     assert [entry.token_count for entry in failing.entries()] == [40]
 
 
+def test_what_waits_to_be_tried_again_is_counted_as_pending(make: Make, failing: Failing) -> None:
+    failing.failure, failing.where = StoreFull("no room"), ("commit",)
+    cache = make(store=failing)
+    cache.insert_cache(MODEL, list(range(20)), kv(range(20)))
+    cache.settle()
+    assert (cache.stats.pending_count, cache.stats.pending_bytes) == (
+        1,
+        20 * 2 * 4 * 4,
+    )  # rows, keys and values, floats, bytes
+    failing.failure = None
+    cache.flush(60)
+    assert (cache.stats.pending_count, cache.stats.pending_bytes) == (0, 0)
+
+
+def test_a_store_that_fails_for_long_is_remembered_briefly(make: Make, failing: Failing) -> None:
+    failing.failure, failing.where = StoreFull("no room"), ("commit",)
+    cache = make(store=failing)
+    for start in range(0, 3000, 100):
+        cache.insert_cache(MODEL, list(range(start, start + 20)), kv(range(start, start + 20)))
+    with pytest.raises(NotStored, match="and 10 before") as caught:
+        cache.flush(60)
+    assert str(caught.value).count("20 tokens of model: StoreFull") == 20
+    failing.failure = None
+    cache.flush(60)
+
+
+def test_what_somebody_else_stored_is_not_missing(make: Make, failing: Failing) -> None:
+    failing.failure, failing.where = StoreFull("no room"), ("commit",)
+    cache = make(store=failing)
+    for tokens in ([1, 2, 3], [4, 5, 6], [7, 8, 9]):  # each insert tries the former ones again
+        cache.insert_cache(MODEL, tokens, kv(tokens))
+        cache.settle()
+    assert cache.stats.failed == 1
+    failing.failure = None
+    failing.save([1, 2, 3], kv([1, 2, 3]), identity(MODEL[0]))
+    cache.insert_cache(MODEL, [1, 2, 3], kv([1, 2, 3]))
+    cache.flush(60)
+
+
 def test_flush_says_what_was_dropped(make: Make, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     go_on = threading.Event()
     real = store.commit
