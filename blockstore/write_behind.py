@@ -6,7 +6,8 @@ What fails is tried again; what a longer snapshot stands for is not written, or 
 import logging
 import threading
 import time
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
@@ -27,6 +28,8 @@ from .store import Store
 _LOG: Final = logging.getLogger("blockstore")
 # How often one snapshot is tried before it counts as lost.
 _ATTEMPTS: Final = 3
+# How many lost snapshots flush() can name, for a store that fails for days.
+_MOST_NAMED: Final = 20
 
 
 class Failures:
@@ -48,7 +51,10 @@ class Failures:
 
 
 class Written(NamedTuple):
-    """What became of snapshots, since the start; the first two are of this moment. Bytes are those that are pinned."""
+    """What became of snapshots, since the start; the first two are of this moment. Bytes are those that are pinned.
+
+    pending: what waits to be written, for the first time or, after a failure, once more.
+    """
 
     pending_count: int
     pending_bytes: int
@@ -74,18 +80,35 @@ class _Label:
 
 @dataclass(eq=False)
 class _Item:
-    """A snapshot on its way to the store. `caches` stand in memory, should it have to be taken once more."""
+    """A snapshot on its way to the store.
+
+    caches: where it was taken, should that have to be done once more. Weak, since a snapshot of a few new rows must not
+    keep all others: who takes them out of memory wants it back.
+    """
 
     label: _Label
     prepared: Prepared
-    caches: Sequence[Any]
+    caches: Sequence[Callable[[], Any]]
     shortens: bool
     attempts: int = 1
     is_outdated: bool = False
 
+    @property
+    def nbytes(self) -> int:
+        return sum(view.nbytes for view in self.prepared.views.values())
+
     def stands_for(self, label: _Label) -> bool:
         """Whether what `label` names can be served from this one."""
         return label == self.label or (self.shortens and label.begins(self.label))
+
+    def take_again(self, store: Store) -> None:
+        """Make the snapshot of everything. Raises as Store.prepare(), and EntryGone where the caches went."""
+        caches = [cache() for cache in self.caches]
+        if any(cache is None for cache in caches):
+            raise EntryGone("what the snapshot continues is gone, and its caches went from memory")
+        history.forget(caches)
+        self.prepared = store.prepare(self.label.tokens, caches, self.label.identity)
+        self.is_outdated = False
 
 
 class WriteBehind:
@@ -99,12 +122,21 @@ class WriteBehind:
         self._lock = threading.Lock()
         self._again: list[_Item] = []
         self._lost: dict[_Label, str] = {}
+        self._unnamed = 0
         self._stored = self._dropped = self._failed = 0
 
     @property
     def written(self) -> Written:
         queue = self._queue.stats
-        return Written(queue.pending_count, queue.pending_bytes, self._stored, self._dropped, self._failed)
+        with self._lock:
+            sizes = [item.nbytes for item in self._again]
+        return Written(
+            queue.pending_count + len(again),
+            queue.pending_bytes + sum(again),
+            self._stored,
+            self._dropped,
+            self._failed,
+        )
 
     def put(self, identity: Identity, tokens: Sequence[int], caches: Sequence[Any], views: Sequence[Any]) -> None:
         """Take a snapshot of what is not stored yet of `caches`, and let it wait for its turn.
@@ -114,10 +146,12 @@ class WriteBehind:
         label = _Label(identity, np.array(tokens, "<u4").tobytes())
         match = self._longest(label)
         if match is not None and match.length == len(tokens):
+            with self._lock:
+                self._lost.pop(label, None)
             return
         remembered = history.remembered(self._store.root, views) is not None
         prepared = self._store.prepare(label.tokens, views, identity, parent=None if remembered else match)
-        item = _Item(label, prepared, caches, geometry.list_shortens(prepared.caches))
+        item = _Item(label, prepared, [weakref.ref(cache) for cache in caches], geometry.list_shortens(prepared.caches))
         if self._supersede:
             self._queue.cancel_where(item.stands_for)
         self._enqueue(item)
@@ -130,9 +164,7 @@ class WriteBehind:
             item.attempts += 1
             try:
                 if item.is_outdated:
-                    history.forget(item.caches)
-                    item.prepared = self._store.prepare(item.label.tokens, item.caches, item.label.identity)
-                    item.is_outdated = False
+                    item.take_again(self._store)
                 self._enqueue(item)
             except Exception as error:
                 self._not_written(item, error)
@@ -148,8 +180,10 @@ class WriteBehind:
                 break
         with self._lock:
             lost, self._lost = self._lost, {}
-        if lost:
-            names = (f"{len(at.packed) // 4} tokens of {at.identity.model_id}: {why}" for at, why in lost.items())
+            unnamed, self._unnamed = self._unnamed, 0
+        if lost or unnamed:
+            names = [f"{len(at.packed) // 4} tokens of {at.identity.model_id}: {why}" for at, why in lost.items()]
+            names += [f"and {unnamed} before"] if unnamed else []
             raise NotStored("not all was stored", found="; ".join(names))
 
     def settle(self) -> None:
@@ -162,8 +196,7 @@ class WriteBehind:
 
     def _enqueue(self, item: _Item) -> None:
         label = item.label
-        pinned = sum(view.nbytes for view in item.prepared.views.values())
-        future = self._queue.enqueue(item, pinned, label=label)
+        future = self._queue.enqueue(item, item.nbytes, label=label)
         future.add_done_callback(lambda done: self._resolved(label, done.result()))
 
     def _write(self, item: _Item) -> Saved:
@@ -194,14 +227,22 @@ class WriteBehind:
                 self._again.append(item)
             else:
                 self._failed += 1
-                self._lost[item.label] = f"{type(error).__name__}: {error}"
+                self._lose(item.label, f"{type(error).__name__}: {error}")
         self._failures.say("a prompt cache was not written", error)
+
+    def _lose(self, label: _Label, why: str) -> None:
+        """With the lock."""
+        self._lost.pop(label, None)
+        self._lost[label] = why
+        while len(self._lost) > _MOST_NAMED:
+            del self._lost[next(iter(self._lost))]
+            self._unnamed += 1
 
     def _resolved(self, label: _Label, outcome: Outcome[Saved]) -> None:
         if outcome.reason == "dropped":
             with self._lock:
                 self._dropped += 1
-                self._lost[label] = "dropped, since too much waited to be written"
+                self._lose(label, "dropped, since too much waited to be written")
             self._failures.say("a prompt cache was dropped, since too much waited to be written")
 
     def _drop(self, entry_id: str) -> None:

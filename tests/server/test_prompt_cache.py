@@ -1,9 +1,11 @@
 """A prompt cache that remembers: as mlx-lm's in memory, and what the store adds to it."""
 
 import copy
+import gc
 import logging
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -507,6 +509,48 @@ def test_what_cannot_be_taken_again_is_given_up(make: Make, store: Store, monkey
     assert cache.stats.failed == 1
 
 
+def test_what_waits_keeps_no_caches(make: Make, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a few new rows: what falls out of memory meanwhile is free, and what waits is stored all the same."""
+    cache = make(max_size=1)
+    starts = (100, 200, 300)
+    for start in starts:
+        cache.insert_cache(MODEL, list(range(start, start + 40)), kv(range(start, start + 40)))
+    cache.flush(60)
+    go_on, real = threading.Event(), store.commit
+    monkeypatch.setattr(store, "commit", lambda prepared: (go_on.wait(60), real(prepared))[1])
+    taken = list["weakref.ref[Any]"]()
+    for start in starts:
+        tokens = list(range(start, start + 42))
+        caches, _ = cache.fetch_nearest_cache(MODEL, tokens)
+        assert caches is not None
+        cache.insert_cache(MODEL, tokens, [extend(caches[0], tokens)])
+        taken.append(weakref.ref(caches[0]))
+        del caches
+    waiting = cache.stats.pending_count
+    gc.collect()
+    kept = [reference() is not None for reference in taken]
+    go_on.set()
+    assert (waiting, kept) == (3, [False, False, True])
+    cache.flush(60)
+    assert sorted(entry.token_count for entry in store.entries()) == [42, 42, 42]
+
+
+def test_what_cannot_be_taken_again_since_it_fell_out_of_memory_is_said(
+    make: Make, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def commit(prepared: Any) -> Any:
+        raise EntryGone("its past is gone")
+
+    cache = make()
+    monkeypatch.setattr(store, "commit", commit)
+    cache.insert_cache(MODEL, list(range(20)), kv(range(20)))
+    cache.settle()
+    cache.trim_to(n_sequences=0)
+    gc.collect()
+    with pytest.raises(NotStored, match=r"20 tokens of model: EntryGone: .* went from memory"):
+        cache.flush(60)
+
+
 def test_a_stored_turn_stands_for_one_that_failed(make: Make, failing: Failing) -> None:
     failing.failure, failing.where = StoreFull("no room"), ("commit",)
     cache = make(store=failing)
@@ -517,6 +561,45 @@ def test_a_stored_turn_stands_for_one_that_failed(make: Make, failing: Failing) 
     cache.insert_cache(MODEL, list(range(40)), kv(range(40)))
     cache.flush(60)
     assert [entry.token_count for entry in failing.entries()] == [40]
+
+
+def test_what_waits_to_be_tried_again_is_counted_as_pending(make: Make, failing: Failing) -> None:
+    failing.failure, failing.where = StoreFull("no room"), ("commit",)
+    cache = make(store=failing)
+    cache.insert_cache(MODEL, list(range(20)), kv(range(20)))
+    cache.settle()
+    assert (cache.stats.pending_count, cache.stats.pending_bytes) == (
+        1,
+        20 * 2 * 4 * 4,
+    )  # rows, keys and values, floats, bytes
+    failing.failure = None
+    cache.flush(60)
+    assert (cache.stats.pending_count, cache.stats.pending_bytes) == (0, 0)
+
+
+def test_a_store_that_fails_for_long_is_remembered_briefly(make: Make, failing: Failing) -> None:
+    failing.failure, failing.where = StoreFull("no room"), ("commit",)
+    cache = make(store=failing)
+    for start in range(0, 3000, 100):
+        cache.insert_cache(MODEL, list(range(start, start + 20)), kv(range(start, start + 20)))
+    with pytest.raises(NotStored, match="and 10 before") as caught:
+        cache.flush(60)
+    assert str(caught.value).count("20 tokens of model: StoreFull") == 20
+    failing.failure = None
+    cache.flush(60)
+
+
+def test_what_somebody_else_stored_is_not_missing(make: Make, failing: Failing) -> None:
+    failing.failure, failing.where = StoreFull("no room"), ("commit",)
+    cache = make(store=failing)
+    for tokens in ([1, 2, 3], [4, 5, 6], [7, 8, 9]):  # each insert tries the former ones again
+        cache.insert_cache(MODEL, tokens, kv(tokens))
+        cache.settle()
+    assert cache.stats.failed == 1
+    failing.failure = None
+    failing.save([1, 2, 3], kv([1, 2, 3]), identity(MODEL[0]))
+    cache.insert_cache(MODEL, [1, 2, 3], kv([1, 2, 3]))
+    cache.flush(60)
 
 
 def test_flush_says_what_was_dropped(make: Make, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
