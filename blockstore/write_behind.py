@@ -129,7 +129,7 @@ class WriteBehind:
     def written(self) -> Written:
         queue = self._queue.stats
         with self._lock:
-            sizes = [item.nbytes for item in self._again]
+            again = [item.nbytes for item in self._again]
         return Written(
             queue.pending_count + len(again),
             queue.pending_bytes + sum(again),
