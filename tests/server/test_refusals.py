@@ -15,7 +15,7 @@ from blockstore.cli_exit import Code
 from rootless import bound_by_permissions
 from server.servers import COMMAND, Server, environment
 
-pytestmark = [pytest.mark.mlx_lm, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 Done = subprocess.CompletedProcess[str]
 # Runs the command, then says on standard output whether mlx-lm was imported.
 WATCHED = """

@@ -10,7 +10,7 @@ from blockstore import Store
 from rootless import bound_by_permissions
 from server.servers import Server, await_, user
 
-pytestmark = [pytest.mark.mlx_lm, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 PROMPTS = [user(f"{name}, what does the light say tonight? " * 4) for name in ("Anna", "Boris", "Clara", "Dora")]
 
 
