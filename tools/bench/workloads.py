@@ -7,7 +7,13 @@ from typing import Any, ClassVar
 
 import mlx.core as mx
 import numpy as np
-from mlx_lm.models.cache import KVCache, QuantizedKVCache, load_prompt_cache, save_prompt_cache
+from mlx_lm.models.cache import (
+    KVCache,
+    QuantizedKVCache,
+    RotatingKVCache,
+    load_prompt_cache,
+    save_prompt_cache,
+)
 
 from blockstore import Store
 from blockstore.saving import Saved
@@ -112,6 +118,32 @@ class PlainKV(Workload):
         return KVCache()
 
 
+class Hybrid(PlainKV):
+    """Layers by turns whole and with a sliding window: mlx-lm's KVCache, and a RotatingKVCache that is full."""
+
+    kind = "window hybrid"
+
+    def __init__(self, layers: int, count: int, window: int, dim: int = 128) -> None:
+        self._window = window
+        super().__init__(layers, count, dim=dim)
+        self._layers = [self._kept(number, arrays) for number, arrays in enumerate(self._layers)]
+        mx.eval(self._layers)
+
+    def caches(self) -> list[Any]:
+        return [self._ring(arrays) if number % 2 else self._cache(arrays) for number, arrays in enumerate(self._layers)]
+
+    def prototypes(self) -> list[Any]:
+        return [RotatingKVCache(self._window) if number % 2 else KVCache() for number in range(self.layers)]
+
+    def _kept(self, number: int, arrays: Rows) -> Rows:
+        return tuple(mx.contiguous(array[..., -self._window :, :]) for array in arrays) if number % 2 else arrays
+
+    def _ring(self, arrays: Rows) -> Any:
+        cache = filled(RotatingKVCache(self._window), arrays[0][...], arrays[1][...])
+        cache.offset, cache._idx = self.count, self._window
+        return cache
+
+
 class Quantized(Workload):
     """mlx-lm's QuantizedKVCache of 4 bits in groups of 64: packed values, scales and biases, twice."""
 
@@ -183,12 +215,18 @@ def held(cache: Any) -> list[mx.array]:
 
 
 def same(caches: Sequence[Any], others: Sequence[Any], count: int) -> bool:
-    """Whether the first `count` tokens have the same bytes in both."""
+    """Whether the first `count` tokens have the same bytes in both; a ring may have given one row to a new token."""
     return len(caches) == len(others) and all(
-        bool(mx.array_equal(_bits(one, count), _bits(other, count)))
+        _unlike_rows(one, other, count) <= isinstance(cache, RotatingKVCache)
         for cache, twin in zip(caches, others, strict=True)
         for one, other in zip(held(cache), held(twin), strict=True)
     )
+
+
+def _unlike_rows(one: mx.array, other: mx.array, count: int) -> int:
+    """How many tokens have other bytes in one head or another."""
+    like = _bits(one, count) == _bits(other, count)
+    return int(mx.sum(mx.any(mx.logical_not(like), axis=[axis for axis in range(like.ndim) if axis != like.ndim - 2])))
 
 
 def _bits(array: mx.array, count: int) -> mx.array:
@@ -202,10 +240,12 @@ def main_loads(quick: bool) -> Iterator[tuple[Workload, int]]:
         yield PlainKV(2, 256, dim=16), 1
         yield Quantized(2, 256), 1
         yield Latent(2, 256), 1
+        yield Hybrid(2, 256, 64, dim=16), 1
         return
     yield PlainKV(16, 4096), 5
     yield Quantized(32, 4096), 5
     yield Latent(27, 4096), 5
+    yield Hybrid(24, 4096, 1024), 5
     yield PlainKV(32, 4096), 3
 
 
