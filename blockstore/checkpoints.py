@@ -64,7 +64,7 @@ class Request:
     @property
     def own_identity(self) -> Identity:
         """Under which its checkpoints are stored."""
-        return replace(self.identity, ns=f"{self.identity.ns or ''}checkpoint/{self.key}")
+        return replace(self.identity, ns="/".join(filter(None, [self.identity.ns, "checkpoint", self.key])))
 
 
 @dataclass(frozen=True)
@@ -95,6 +95,7 @@ class Checkpoints:
         self.every: Final = every
         self.settle: Final = settle
         self.queue: Final[SpillQueue[_Job, None]] = SpillQueue(lambda job: job(), max_bytes=_NO_CAP_BYTES)
+        self.is_closed = False
         self._lock = threading.Lock()
         self._stored = self._resumed = self._tokens_resumed = self._failures = 0
         self._said: set[str] = set()
@@ -114,6 +115,7 @@ class Checkpoints:
 
     def close(self, timeout: float | None = None) -> bool:
         """Finish what waits and take no more; False where that takes longer. The store is the caller's to close."""
+        self.is_closed = True
         return self.queue.close(timeout)
 
     # ---- told by generations
@@ -172,7 +174,7 @@ class Generation:
         The next token has been drawn already (mlx-lm computes it ahead), so that mx.random.state is the one behind it;
         which one it is, is known at the next call.
         """
-        if self._is_broken:
+        if self._is_broken or self._all.is_closed:
             return
         try:
             if self._prepared is not None:
@@ -186,6 +188,8 @@ class Generation:
         """It is done, or must begin anew: remove what is stored of it, behind what is under way."""
         self._prepared = None
         self._last = 0
+        if not self._entries and self._under_way is None:
+            return
         try:
             self._all.queue.enqueue(self._remove_all, 0, droppable=False)
         except Exception as error:

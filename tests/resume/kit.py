@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any, Final
 
 from mlx_lm import server as mlx_server
-from mlx_lm.models.cache import LRUPromptCache
+from mlx_lm.models.cache import LRUPromptCache, make_prompt_cache
 from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer, TokenizerWrapper
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from blockstore import Identity, Store
+from blockstore import Identity, PersistentPromptCache, Store
 from blockstore.checkpoints import Checkpoints
 from blockstore.resume import response_generator
 from models.families import FAMILIES, VOCABULARY
@@ -149,16 +149,29 @@ class Client(queue.Queue[Any]):
 
 
 class Server:
-    """One process's life: a store, a prompt cache, checkpoints, and mlx-lm's thread."""
+    """One process's life: a store, a prompt cache, checkpoints, and mlx-lm's thread.
+
+    every: None for mlx-lm alone. remembers: whether the prompt cache, too, is on the store.
+    """
 
     def __init__(
-        self, store: Store, name: str, every: int | None, settle: Callable[[], object], **settings: Any
+        self,
+        store: Store,
+        name: str = "llama",
+        *,
+        every: int | None = EVERY,
+        remembers: bool = False,
+        settle: Callable[[], object] | None = None,
+        **settings: Any,
     ) -> None:
         self.store = store
-        self.prompt_cache = LRUPromptCache(10)
+        provider = Provider(name, **settings)
+        self.prompt_cache: Any = remembering(store, provider) if remembers else LRUPromptCache(10)
+        if settle is None:
+            settle = self.prompt_cache.settle if remembers else lambda: None
         self.checkpoints = Checkpoints(store, every=every or EVERY, settle=settle)
         made = mlx_server.ResponseGenerator if every is None else response_generator(self.checkpoints, identity_of)
-        self.generator = made(Provider(name, **settings), self.prompt_cache)
+        self.generator = made(provider, self.prompt_cache)
 
     def ask(
         self,
@@ -189,21 +202,24 @@ class Server:
 
     def stop(self) -> None:
         self.generator.stop_and_join()
+        if isinstance(self.prompt_cache, PersistentPromptCache):
+            self.prompt_cache.flush(_PATIENCE_S)
+            assert self.prompt_cache.close(_PATIENCE_S)
         assert self.checkpoints.close(_PATIENCE_S)
 
 
+def remembering(store: Store, provider: Provider) -> PersistentPromptCache:
+    def prototypes(model_key: Any) -> list[list[Any]]:
+        return [make_prompt_cache(provider.model)]
+
+    return PersistentPromptCache(store, identity=identity_of, prototypes=prototypes, leave_one=True)
+
+
 @contextlib.contextmanager
-def serving(
-    root: Path,
-    name: str = "llama",
-    *,
-    every: int | None = EVERY,
-    settle: Callable[[], object] = lambda: None,
-    **settings: Any,
-) -> Iterator[Server]:
-    """Another process's life in this one: only the store's directory survives it. every: None for plain mlx-lm."""
+def serving(root: Path, name: str = "llama", **options: Any) -> Iterator[Server]:
+    """Another process's life in this one: nothing but the store's directory survives it. Options as for Server."""
     with Store(root, durability="none") as store:
-        server = Server(store, name, every, settle, **settings)
+        server = Server(store, name, **options)
         try:
             yield server
         finally:

@@ -1,6 +1,7 @@
 """A generation that was interrupted goes on to the very text that it would have had."""
 
 import random
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import mlx_lm
 import pytest
 
+from blockstore import Store
 from models.families import FAMILIES
 from resume.kit import EVERY, NO_END, PROMPT, arguments, checkpoints_in, serving, tokens_of, uninterrupted
 
@@ -130,3 +132,31 @@ def test_the_prompt_cache_gets_what_the_answer_holds(tmp_path: Path) -> None:
         server.ask(args)
         assert server.ask(more, turn) == expected
     assert expected.cached_tokens == len(PROMPT) + 30
+
+
+def test_prompt_caches_and_checkpoints_share_a_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a checkpoint wrote is taken over by the answer's entry before the checkpoint goes, though that is slow."""
+    commit = Store.commit
+
+    def commit_slowly(self: Store, prepared: Any) -> Any:
+        if prepared.generation_checkpoint is None:
+            time.sleep(0.3)
+        return commit(self, prepared)
+
+    monkeypatch.setattr(Store, "commit", commit_slowly)
+    letters = dict.fromkeys(tokens_of("abcdefghijklmnopqrstuvwxyz"), 50.0)
+    args, more = arguments(logit_bias=letters, max_tokens=150), arguments(logit_bias=NO_END, seed=8)
+    with serving(tmp_path / "none", every=None) as server:
+        expected = server.ask(args)
+        turn = f"{PROMPT}{expected.text}?"
+        later = server.ask(more, turn)
+    with serving(tmp_path / "store", remembers=True) as server:
+        server.ask(args, leave_after=22)
+    with serving(tmp_path / "store", remembers=True) as server:
+        assert server.ask(args).tokens == expected.tokens
+    assert server.checkpoints.stats.resumed == 1
+    assert (server.prompt_cache.stats.stored, server.prompt_cache.stats.failures) == (1, 0)
+    assert checkpoints_in(tmp_path / "store") == []
+    with serving(tmp_path / "store", remembers=True) as server:
+        assert server.ask(more, turn) == later
+    assert server.prompt_cache.stats.tokens_restored == len(PROMPT) + 150

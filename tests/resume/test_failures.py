@@ -167,6 +167,13 @@ def test_after_a_failed_save_there_is_no_further_one(tmp_path: Path, monkeypatch
     assert first < len(calls) <= 2 * first + 1
 
 
+def test_what_goes_on_when_a_server_stops_takes_no_more(tmp_path: Path, expected: Answer) -> None:
+    with serving(tmp_path / "store") as server:
+        assert server.checkpoints.close(60)
+        assert server.ask(ARGS).tokens == expected.tokens
+    assert (server.checkpoints.stats.stored, server.checkpoints.stats.failures) == (0, 0)
+
+
 def test_where_history_is_lost_the_next_one_is_taken_of_everything(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, expected: Answer
 ) -> None:

@@ -8,8 +8,8 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from blockstore import InvalidInput, Store
-from blockstore.checkpoints import Checkpoints, random_key, set_random_key
+from blockstore import Identity, InvalidInput, Store
+from blockstore.checkpoints import Checkpoints, Request, random_key, set_random_key
 from blockstore.resume import is_resumable, request_key
 from resume.kit import NO_END, PROMPT, Server, arguments, checkpoints_in, identity_of, serving, tokens_of, uninterrupted
 
@@ -105,6 +105,12 @@ def test_a_changed_request_begins_at_its_prompt(tmp_path: Path) -> None:
         assert server.ask(arguments(**ARGS), PROMPT + "?").tokens != []
     assert server.checkpoints.stats.resumed == 0
     assert len(checkpoints_in(tmp_path / "store")) == 1
+
+
+def test_namespaces_keep_their_checkpoints_apart() -> None:
+    plain, spaced = (Request(Identity("m", "c", "t", ns), "k", (1,), 7, None).own_identity for ns in ("", "tenant"))
+    assert (plain.ns, spaced.ns) == ("checkpoint/k", "tenant/checkpoint/k")
+    assert plain.model_id == "m"
 
 
 def test_no_prompt_is_served_from_a_checkpoint(tmp_path: Path) -> None:
