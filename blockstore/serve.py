@@ -142,7 +142,7 @@ class _Server:
             try:
                 listener.start(generator)
                 _log.info("blockstore serves at http://%s:%s, store %s", host, listener.server_port, self._store.root)
-                self._wait(signals, listener, metrics)
+                self._wait(signals, listener, generator, metrics)
             finally:
                 self._stop(listener, generator, cache, checkpoints)
                 self._file.write(metrics())
@@ -169,8 +169,9 @@ class _Server:
         taken = None if checkpoints is None else checkpoints.stats
         return exposition(cache.stats, taken, self._requests.count, self._store)
 
-    def _wait(self, signals: StopSignals, listener: Listener, metrics: Any) -> None:
-        while listener.is_running:
+    def _wait(self, signals: StopSignals, listener: Listener, generator: Any, metrics: Any) -> None:
+        # Its thread may die of a request (an empty prompt, say); each one from then on would be told so.
+        while listener.is_running and generator._generation_thread.is_alive():
             self._file.write(metrics())
             if name := signals.wait(_METRICS_EVERY_S):
                 _log.info(
@@ -178,7 +179,8 @@ class _Server:
                     name, count(self._requests.count, "request"), self._settings.grace_s,
                 )  # fmt: skip
                 return
-        _log.error("no connections are accepted any more: stopping")
+        what = "nothing is generated" if listener.is_running else "no connections are accepted"
+        _log.error("%s any more: stopping", what)
         self.status = 1
 
     def _stop(

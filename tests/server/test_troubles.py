@@ -1,5 +1,6 @@
 """A store that fails under a server's hands costs prefills, and no request; the log says so, once."""
 
+import json
 import re
 import shutil
 from pathlib import Path
@@ -75,3 +76,17 @@ def test_a_store_that_may_not_be_written_any_more(model: Path, steady: Server, t
         # What could not be written then may be by now.
         stops_and_says_what_was_lost(server)
     assert server.log.count("a prompt cache was not written") == 1
+
+
+def test_a_generation_thread_that_died(model: Path, tmp_path: Path) -> None:
+    """A server that can answer nothing leaves it to others to start it again, and has stored what it had."""
+    with Server(tmp_path / "store", model, "--grace", "1") as server:
+        server.chat(user("one"))
+        connection = server.connect()
+        connection.request("POST", "/v1/completions", json.dumps({"prompt": ""}), {"Content-Type": "application/json"})
+        assert server.wait() == 1, server.log
+        connection.close()
+    assert "nothing is generated any more: stopping" in server.log
+    with Server(tmp_path / "store", model) as server:
+        assert server.chat(user("one")).cached > 0
+        assert server.stop() == 0
