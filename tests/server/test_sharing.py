@@ -114,5 +114,5 @@ def test_with_a_draft_model_the_state_of_both_is_kept(
         assert "ERROR" not in server.log
     with Store(root, create=False) as store:
         assert {entry.kinds for entry in store.entries()} == {"kv×6"}
-    with Server(root, model) as plain:
-        assert plain.chat(user(OPENINGS[0])).cached == 0
+    with Server(root, model, "--draft-model", str(model)) as drafting_otherwise:
+        assert drafting_otherwise.chat(user(OPENINGS[0])).cached == 0
