@@ -17,6 +17,7 @@ from .agreement import agreed
 from .extracted import shorten_views, taken_views
 from .identity import Identity
 from .prefixes import MAX_TOKEN
+from .records import slots_of
 from .restoring import Loaded
 from .store import Store
 from .write_behind import Failures, WriteBehind
@@ -170,7 +171,8 @@ class PersistentPromptCache:
     def flush(self, timeout: float | None = None) -> None:
         """Return when all that was inserted before is committed; what failed is tried again first.
 
-        Call on the thread that owns the caches, or when that has ended. Raises NotStored, with what is missing.
+        On another thread than the caches' a snapshot that would have to be taken again, since what it continues went
+        from the store, counts as missing. Raises NotStored, with what is missing.
         """
         self._behind.flush(timeout)
 
@@ -225,7 +227,8 @@ class PersistentPromptCache:
         return None
 
     def _count_restored(self, loaded: Loaded, seconds: float) -> None:
-        size = sum(int(cache.nbytes) for cache in loaded.caches)
+        whole = sum(slot.bytes for slot in slots_of(loaded.header))
+        size = whole * loaded.token_count // len(loaded.header.tokens)
         counts = self._counts
         counts.hits_store += 1
         counts.tokens_restored += loaded.token_count
@@ -234,13 +237,10 @@ class PersistentPromptCache:
         _LOG.info("restored %d tokens (%.1f MB) in %.3f s", loaded.token_count, size / 1e6, seconds)
 
     def _write_behind(self, model: Any, tokens: list[int], caches: Sequence[Any], views: Sequence[Any]) -> None:
-        try:
-            self._behind.retry()
-            identity = self._identity_of(model)
-            if identity is not None:
-                self._behind.put(identity, tokens, caches, views)
-        except Exception as error:
-            self._failures.say("a prompt cache was not prepared", error)
+        self._behind.retry()
+        identity = self._identity_of(model)
+        if identity is not None:
+            self._behind.put(identity, tokens, caches, views)
 
     def _identity_of(self, model: Any) -> Identity | None:
         """Of a model key, worked out once; None, for good, where that failed."""

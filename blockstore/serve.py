@@ -116,7 +116,17 @@ class _Models:
 
 def _generator_kind(checkpoints: Checkpoints | None, models: _Models) -> Any:
     """The class of what generates."""
-    return mlx_server.ResponseGenerator if checkpoints is None else response_generator(checkpoints, models.identity)
+    base: Any = mlx_server.ResponseGenerator
+    if checkpoints is not None:
+        base = response_generator(checkpoints, models.identity)
+
+    def tokenize(self: Any, *args: Any) -> Any:
+        found = base._tokenize(self, *args)
+        if not found[0]:  # in a batch, mlx-lm's generation thread would die of it
+            raise ValueError("the prompt is empty")
+        return found
+
+    return type(base.__name__, (base,), {"_tokenize": tokenize, "__doc__": base.__doc__})
 
 
 class _Server:
@@ -170,7 +180,7 @@ class _Server:
         return exposition(cache.stats, taken, self._requests.count, self._store)
 
     def _wait(self, signals: StopSignals, listener: Listener, generator: Any, metrics: Any) -> None:
-        # Its thread may die of a request (an empty prompt, say); each one from then on would be told so.
+        # Its thread may die of a request; each one from then on would be told so.
         while listener.is_running and generator._generation_thread.is_alive():
             self._file.write(metrics())
             if name := signals.wait(_METRICS_EVERY_S):

@@ -139,18 +139,27 @@ class WriteBehind:
         )
 
     def put(self, identity: Identity, tokens: Sequence[int], caches: Sequence[Any], views: Sequence[Any]) -> None:
-        """Take a snapshot of what is not stored yet of `caches`, and let it wait for its turn.
+        """Take a snapshot of what is not stored yet of `caches`, and let it wait; what fails counts as lost.
 
-        views: the same caches, where they can be read without a copy. Raises as Store.prepare().
+        views: the same caches, where they can be read without a copy.
         """
         label = _Label(identity, np.array(tokens, "<u4").tobytes())
+        try:
+            self._prepare(label, caches, views)
+        except Exception as error:
+            with self._lock:
+                self._failed += 1
+                self._lose(label, f"{type(error).__name__}: {error}")
+            self._failures.say("a prompt cache was not prepared", error)
+
+    def _prepare(self, label: _Label, caches: Sequence[Any], views: Sequence[Any]) -> None:
         match = self._longest(label)
-        if match is not None and match.length == len(tokens):
+        if match is not None and match.length == len(label.tokens):
             with self._lock:
                 self._lost.pop(label, None)
             return
         remembered = history.remembered(self._store.root, views) is not None
-        prepared = self._store.prepare(label.tokens, views, identity, parent=None if remembered else match)
+        prepared = self._store.prepare(label.tokens, views, label.identity, parent=None if remembered else match)
         item = _Item(label, prepared, [weakref.ref(cache) for cache in caches], geometry.list_shortens(prepared.caches))
         if self._supersede:
             self._queue.cancel_where(item.stands_for)
@@ -170,7 +179,10 @@ class WriteBehind:
                 self._not_written(item, error)
 
     def flush(self, timeout: float | None) -> None:
-        """Return when all that was put before is committed. Raises NotStored, with what is missing."""
+        """Return when all that was put before is committed. Raises NotStored, with what is missing.
+
+        On another thread than the caches' a snapshot that would have to be taken again counts as lost.
+        """
         deadline = None if timeout is None else time.monotonic() + timeout
         while True:
             self.retry()

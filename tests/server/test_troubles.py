@@ -3,11 +3,16 @@
 import json
 import re
 import shutil
+import threading
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from blockstore import Store
+from blockstore.serve import Settings, _Server
+from blockstore.serve_signals import StopSignals
 from rootless import bound_by_permissions
 from server.servers import Server, await_, user
 
@@ -78,15 +83,29 @@ def test_a_store_that_may_not_be_written_any_more(model: Path, steady: Server, t
     assert server.log.count("a prompt cache was not written") == 1
 
 
-def test_a_generation_thread_that_died(model: Path, tmp_path: Path) -> None:
-    """A server that can answer nothing leaves it to others to start it again, and has stored what it had."""
-    with Server(tmp_path / "store", model, "--grace", "1") as server:
-        server.chat(user("one"))
-        connection = server.connect()
-        connection.request("POST", "/v1/completions", json.dumps({"prompt": ""}), {"Content-Type": "application/json"})
-        assert server.wait() == 1, server.log
-        connection.close()
-    assert "nothing is generated any more: stopping" in server.log
+def test_a_generation_thread_that_died(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A server that can answer nothing leaves it to others to start it again."""
+    dead = threading.Thread(target=lambda: None)
+    dead.start()
+    dead.join()
+    with Store(tmp_path / "store") as store, StopSignals() as signals:
+        settings = Settings(1, None, 1 << 20, supersede=True, checkpoint_every=0)
+        server: Any = _Server(store, settings)
+        listening, generator = SimpleNamespace(is_running=True), SimpleNamespace(_generation_thread=dead)
+        server._wait(signals, listening, generator, lambda: "")
+    assert server.status == 1
+    assert "nothing is generated any more: stopping" in caplog.text
+
+
+def test_an_empty_prompt_is_refused(model: Path, tmp_path: Path) -> None:
+    """mlx-lm's generation thread would die of it."""
     with Server(tmp_path / "store", model) as server:
-        assert server.chat(user("one")).cached > 0
+        for _ in range(2):
+            connection = server.connect()
+            body = json.dumps({"prompt": "", "max_tokens": 2})
+            connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
+            with connection.getresponse() as answer:
+                assert (answer.status, b"the prompt is empty" in answer.read()) == (404, True)
+            connection.close()
+        server.chat(user("one"))
         assert server.stop() == 0
