@@ -17,6 +17,7 @@ import msgspec
 from kvcodecs.backend import mx
 
 from .errors import CorruptEntry, EntryGone, InvalidInput
+from .failures import Failures
 from .identity import Identity
 from .listing import entries_of
 from .meta import Attachment
@@ -97,8 +98,8 @@ class Checkpoints:
         self.queue: Final[SpillQueue[_Job, None]] = SpillQueue(lambda job: job(), max_bytes=_NO_CAP_BYTES)
         self.is_closed = False
         self._lock = threading.Lock()
-        self._stored = self._resumed = self._tokens_resumed = self._failures = 0
-        self._said: set[str] = set()
+        self._stored = self._resumed = self._tokens_resumed = 0
+        self.failures: Final = Failures()
 
     def begin(self, request: Request) -> "Generation":
         """A generation that is about to start, with what an earlier process may have left of it."""
@@ -107,7 +108,7 @@ class Checkpoints:
     @property
     def stats(self) -> CheckpointStats:
         with self._lock:
-            return CheckpointStats(self._stored, self._resumed, self._tokens_resumed, self._failures)
+            return CheckpointStats(self._stored, self._resumed, self._tokens_resumed, self.failures.count)
 
     def flush(self, timeout: float | None = None) -> bool:
         """Wait for what was handed over before; False where that takes more than `timeout` seconds."""
@@ -130,17 +131,6 @@ class Checkpoints:
             self._tokens_resumed += tokens
         _LOG.info("a generation went on behind %d tokens", tokens)
 
-    def complain(self, what: str, error: BaseException) -> None:
-        """Count a failure; the first of its kind is logged, since it may come back with every checkpoint."""
-        kind = f"{what} {type(error).__name__}"
-        with self._lock:
-            self._failures += 1
-            is_new = kind not in self._said
-            self._said.add(kind)
-        if is_new:
-            # As text: a handler that keeps the error would keep all frames, and with them the caches.
-            _LOG.error("%s; requests go on. Further ones are not logged. %s", what, f"{type(error).__name__}: {error}")
-
 
 class Generation:
     """One request's checkpoints."""
@@ -162,7 +152,7 @@ class Generation:
             try:
                 restored = self._checked(self._store.load(entry_id, self.request.model))
             except Exception as error:
-                self._all.complain("a checkpoint could not be used", error)
+                self._all.failures.say("a checkpoint could not be used", error)
             else:
                 self._last = len(restored.generated) - 1
                 return restored
@@ -193,7 +183,7 @@ class Generation:
         try:
             self._all.queue.enqueue(self._remove_all, 0, droppable=False)
         except Exception as error:
-            self._all.complain("a checkpoint was not removed", error)
+            self._all.failures.say("a checkpoint was not removed", error)
 
     # ---- on the caches' thread
 
@@ -263,7 +253,7 @@ class Generation:
             try:
                 self._all.settle()
             except Exception as error:
-                self._all.complain("nobody knows whether what shares a checkpoint's blocks is stored", error)
+                self._all.failures.say("nobody knows whether what shares a checkpoint's blocks is stored", error)
             self._remove(entries)
 
     def _remove(self, entry_ids: Sequence[str]) -> None:
@@ -273,12 +263,12 @@ class Generation:
             except EntryGone:
                 pass
             except Exception as error:
-                self._all.complain("a checkpoint was not removed", error)
+                self._all.failures.say("a checkpoint was not removed", error)
 
     def _give_up(self, error: Exception) -> None:
         """No further checkpoint of this generation: each attempt would cost as much as one that succeeds."""
         self._is_broken = True
-        self._all.complain("a checkpoint was not stored", error)
+        self._all.failures.say("a checkpoint was not stored", error)
 
 
 class _RandomState(msgspec.Struct, forbid_unknown_fields=True):

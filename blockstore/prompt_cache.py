@@ -15,12 +15,13 @@ import numpy as np
 
 from .agreement import agreed
 from .extracted import shorten_views, taken_views
+from .failures import Failures
 from .identity import Identity
 from .prefixes import MAX_TOKEN
 from .records import slots_of
 from .restoring import Loaded
 from .store import Store
-from .write_behind import Failures, WriteBehind
+from .write_behind import WriteBehind
 
 _LOG: Final = logging.getLogger("blockstore")
 _QUEUE_BYTES: Final = 4 << 30
@@ -145,7 +146,8 @@ class PersistentPromptCache:
         Where key and caches disagree, all are brought to what they have in common; what has nothing is not kept.
         """
         views = taken_views(prompt_cache)
-        if _is_storable(tokens):
+        is_storable = _is_storable(tokens)
+        if is_storable:
             count = agreed(tokens, prompt_cache)
             if count == 0:
                 self._failures.say("caches of different lengths were not kept")
@@ -153,7 +155,7 @@ class PersistentPromptCache:
             tokens = tokens[:count]
             shorten_views(views, prompt_cache)
         self._memory.insert_cache(model, tokens, prompt_cache, cache_type=cache_type)
-        if _is_storable(tokens):
+        if is_storable:
             self._write_behind(model, tokens, prompt_cache, views)
 
     # ---- the store

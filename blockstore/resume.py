@@ -134,7 +134,7 @@ class _Serving:
             self._generation = self._checkpoints.begin(self._described(tokens))
             self._restored = self._generation.restore()
         except Exception as error:
-            self._checkpoints.complain("a generation goes without checkpoints", error)
+            self._checkpoints.failures.say("a generation goes without checkpoints", error)
 
     # ---- as generate_step
 
@@ -153,7 +153,7 @@ class _Serving:
         try:
             steps = _gone_on(original, self._restored, generation.request.seed)
         except Exception as error:
-            self._checkpoints.complain("a checkpoint could not be used", error)
+            self._checkpoints.failures.say("a checkpoint could not be used", error)
             generation.end()
             return self._watched(generation, _begun_anew(original, generation.request, caches), [], caches)
         return self._resumed(generation, steps, self._restored.generated, caches)

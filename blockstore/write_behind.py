@@ -3,7 +3,6 @@
 What fails is tried again; what a longer snapshot stands for is not written, or goes from the store.
 """
 
-import logging
 import threading
 import time
 import weakref
@@ -17,6 +16,7 @@ from kvcodecs import geometry
 
 from . import history
 from .errors import BlockstoreError, EntryGone, NotStored
+from .failures import Failures
 from .identity import Identity
 from .listing import Match
 from .packing import Prepared
@@ -25,29 +25,10 @@ from .saving import Saved
 from .spill import SpillQueue
 from .store import Store
 
-_LOG: Final = logging.getLogger("blockstore")
 # How often one snapshot is tried before it counts as lost.
 _ATTEMPTS: Final = 3
 # How many lost snapshots flush() can name, for a store that fails for days.
 _MOST_NAMED: Final = 20
-
-
-class Failures:
-    """Counts what went wrong, from any thread, and logs the first of each kind: it may come back with every request."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self._said: set[str] = set()
-        self._lock = threading.Lock()
-
-    def say(self, what: str, error: BaseException | None = None) -> None:
-        kind = f"{what} {type(error).__name__}"
-        with self._lock:
-            self.count += 1
-            is_new = kind not in self._said
-            self._said.add(kind)
-        if is_new:
-            _LOG.error("%s; requests go on. Further ones are not logged. %s", what, "" if error is None else error)
 
 
 class Written(NamedTuple):

@@ -17,7 +17,7 @@ MAX_COLUMNS = 120
 
 # The rooms of blockstore, low to high. A module imports only from its own level and lower ones.
 LEVELS = [
-    ["libc", "errors"],
+    ["libc", "errors", "failures"],
     ["pending", "spill"],
     ["fs", "digest", "wyhash", "jsontext"],
     ["memory", "versions", "locks", "workers", "index_rows", "wyhash_many", "stamp", "probe", "transaction", "mapping"],
