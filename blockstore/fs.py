@@ -159,6 +159,26 @@ class FileSystem:
         """Create `path`, which must not exist, and open it for writing; the caller closes the descriptor."""
         return os.open(path, _CREATE, FILE_MODE)
 
+    @contextlib.contextmanager
+    def replacing(self, path: str, temporary: str, *, sync: bool) -> Iterator[int]:
+        """A descriptor of a new file `temporary`, which gets the name `path` when the block ends well.
+
+        Durably if `sync`. After a failure no temporary is left.
+        """
+        fd = self.create(temporary)
+        try:
+            yield fd
+            if sync:
+                self.sync_fd(fd)
+            self.rename(temporary, path)
+        except BaseException:
+            self.unlink(temporary)
+            raise
+        finally:
+            self.close(fd)
+        if sync:
+            self.sync_dir(os.path.dirname(os.path.abspath(path)))
+
     def write_at(self, fd: int, data: memoryview, offset: int) -> None:
         while data:
             count = os.pwrite(fd, data, offset)

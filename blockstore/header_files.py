@@ -20,12 +20,19 @@ def opened(fs: FileSystem, path: str) -> Iterator[tuple[int, Header]]:
 
     What is read through the descriptor belongs to the header, even if another file takes the name meanwhile.
     """
+    with opened_file(fs, path) as fd:
+        yield fd, _header_in(fs, fd, path)
+
+
+@contextmanager
+def opened_file(fs: FileSystem, path: str) -> Iterator[int]:
+    """The descriptor of a regular file. Raises CorruptEntry where something else stands there, OSError."""
     try:
         fd = fs.open_read(path)
     except NotRegular:
         raise CorruptEntry("not a regular file", path=path) from None
     try:
-        yield fd, _header_in(fs, fd, path)
+        yield fd
     finally:
         fs.close(fd)
 

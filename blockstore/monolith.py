@@ -60,19 +60,8 @@ def new_file(fs: FileSystem, path: str, *, sync: bool, beside: str | None = None
     folder, name = os.path.split(os.path.abspath(path))
     # The name says whose it is, in part: it may be as long as the file system allows.
     temporary = os.path.join(beside or folder, f".{name[:_NAMED_CHARACTERS]}.{secrets.token_hex(6)}.tmp")
-    fd = fs.create(temporary)
-    try:
+    with fs.replacing(path, temporary, sync=sync) as fd:
         yield fd
-        if sync:
-            fs.sync_fd(fd)
-        fs.rename(temporary, path)
-    except BaseException:
-        fs.unlink(temporary)
-        raise
-    finally:
-        fs.close(fd)
-    if sync:
-        fs.sync_dir(folder)
 
 
 def _header(prepared: Prepared, slots: Sequence[Slot]) -> Header:

@@ -132,19 +132,8 @@ def new_file(fs: FileSystem, path: str, *, sync: bool) -> Iterator[tuple[int, st
         if not stat.S_ISREG(os.lstat(path).st_mode):
             raise InvalidInput("something other than a file has that name", path=path, hint="Name another file.")
     temporary = os.path.join(folder, f".{name[:_NAMED_CHARACTERS]}.{secrets.token_hex(6)}.tmp{SUFFIX}")
-    fd = fs.create(temporary)
-    try:
+    with fs.replacing(path, temporary, sync=sync) as fd:
         yield fd, temporary
-        if sync:
-            fs.sync_fd(fd)
-        fs.rename(temporary, path)
-    except BaseException:
-        fs.unlink(temporary)
-        raise
-    finally:
-        fs.close(fd)
-    if sync:
-        fs.sync_dir(folder)
 
 
 def fill(rooms: Rooms, fd: int, temporary: str, pointer: Pointer) -> None:

@@ -14,7 +14,8 @@ import msgspec
 from kvcodecs.entry import DTYPES
 
 from .errors import CorruptEntry, UnsupportedFormat
-from .fs import FileSystem, NotRegular
+from .fs import FileSystem
+from .header_files import opened_file
 
 SUFFIX: Final = ".safetensors"
 MAX_JSON_BYTES: Final = 16 << 20
@@ -60,14 +61,8 @@ def opened(fs: FileSystem, path: str) -> Iterator[tuple[int, Contents]]:
 
     What is read through the descriptor belongs to the header, even if another file takes the name meanwhile.
     """
-    try:
-        fd = fs.open_read(path)
-    except NotRegular:
-        raise CorruptEntry("not a regular file", path=path) from None
-    try:
+    with opened_file(fs, path) as fd:
         yield fd, _contents(fs, fd, path)
-    finally:
-        fs.close(fd)
 
 
 def encode(metadata: Mapping[str, str]) -> bytes:
