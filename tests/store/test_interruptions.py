@@ -38,19 +38,6 @@ TOKENS = list(range(20))
 PROMPT = [*TOKENS, 1]
 
 
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    """A store that holds TOKENS."""
-    with small_store(tmp_path / "store") as store:
-        store.save(TOKENS, plain(TOKENS), IDENTITY)
-    return tmp_path / "store"
-
-
-@pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(locks, "PATIENCE_S", 0.1)
-
-
 def start(script: str, *arguments: object) -> subprocess.Popen[str]:
     surroundings = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, str(HERE / script), *map(str, arguments)]

@@ -11,26 +11,13 @@ from unittest import mock
 import lmdb
 import pytest
 
-from blockstore import StoreBroken, StoreBusy, check, environment, locks, probe, stamp
+from blockstore import StoreBroken, StoreBusy, check, environment, probe, stamp
 from blockstore.fs import FileSystem
 from blockstore.locks import HostLock
 from store_kit import all_facts, assert_clean, assert_exact
 from token_caches import IDENTITY, plain, small_store
 
 TOKENS = list(range(20))
-
-
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    """A store that holds TOKENS."""
-    with small_store(tmp_path / "store") as store:
-        store.save(TOKENS, plain(TOKENS), IDENTITY)
-    return tmp_path / "store"
-
-
-@pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(locks, "PATIENCE_S", 0.1)
 
 
 # ---- lock files that are deleted
